@@ -1,0 +1,211 @@
+"""The same h for the models that the paper compares with (Sec. 3.3), in the same frame.
+
+- `XLLayer`: Transformer-XL. The keys and values of the previous window are the past.
+- `RecurrentLayer`: Block-Recurrent Transformer, "fixed, skip" variant. State vectors read the
+  window and are read by it; all of it beside an XL cache.
+- `MemorizingLayer`: Memorizing Transformer. All pairs of earlier windows, without gradient.
+
+Shapes as in layers.py; R state vectors.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from melodi.config import ModelConfig
+from melodi.layers import Gate, Layer, OpenWindow, Pairs, Piece, Seen, Zeros, recollect
+from melodi.memory import MemorizingMemory, RecurrentMemory, XLMemory, push
+from melodi.transformer import (
+    AttentionScale,
+    Linear,
+    RMSNorm,
+    attend,
+    merge_heads,
+    randomise,
+    split_heads,
+)
+
+
+class XLLayer(Layer):
+    """Every token sees the W tokens before it: the cache is the previous window."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config, config.window)
+
+    def empty_memory(self, batch_size: int, zeros: Zeros) -> Any:
+        return XLMemory(*self._empty_pairs(batch_size, self.window, zeros))
+
+    def past(self, memory: Any, window: OpenWindow | None, piece: Piece) -> Pairs:
+        return Pairs(memory.cache_keys_BHWE, memory.cache_values_BHWE)
+
+    def remember(
+        self,
+        x_BtD: Tensor,
+        u_BSD: Tensor | None,
+        seen: Seen,
+        memory: Any,
+        window: OpenWindow | None,
+        piece: Piece,
+    ) -> tuple[Tensor | None, Any, OpenWindow | None]:
+        if piece.closes:
+            memory = self.rewrite(seen, memory, piece)
+        return u_BSD, memory, window
+
+    def rewrite(self, seen: Seen, memory: Any, piece: Piece) -> Any:
+        """What a full window leaves behind."""
+        return memory._replace(
+            cache_keys_BHWE=piece.commit(seen.window.keys_BHkE, memory.cache_keys_BHWE),
+            cache_values_BHWE=piece.commit(seen.window.values_BHkE, memory.cache_values_BHWE),
+        )
+
+    def _empty_pairs(self, batch_size: int, slots: int, zeros: Zeros) -> list[Tensor]:
+        heads, head_width = self.heads
+        return [zeros(batch_size, heads, slots, head_width) for _ in range(2)]
+
+
+class MemorizingLayer(XLLayer):
+    """Also attends to the pairs of all earlier windows, densely or to the k best."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config)
+        self.slots = config.memory_slots
+        self.top_k = config.top_k
+        self.gate = Gate(config, per_channel=False)
+
+    def empty_memory(self, batch_size: int, zeros: Zeros) -> Any:
+        cache = super().empty_memory(batch_size, zeros)
+        return MemorizingMemory(*cache, *self._empty_pairs(batch_size, self.slots, zeros))
+
+    def consult(self, a_BHtE: Tensor, seen: Seen, memory: Any, piece: Piece) -> tuple[Tensor, ...]:
+        part = recollect(piece, self.slots, self.window, self.masked)
+        if part.slots == 0:
+            return (a_BHtE,)
+        k_BHME, v_BHME = memory.keys_BHME[:, :, -part.slots :], memory.values_BHME[:, :, -part.slots :]
+        visible, dropout = part.visible_B11M, self.block.drop_rate
+        if self.top_k is None or self.top_k >= part.slots:
+            long_BHtE = attend(seen.q_BHtE, k_BHME, v_BHME, visible=visible, dropout=dropout)
+        else:
+            long_BHtE = attend_best(seen.q_BHtE, k_BHME, v_BHME, visible, self.top_k)
+        return (self.gate(a_BHtE, long_BHtE, part.empty_B),)
+
+    def rewrite(self, seen: Seen, memory: Any, piece: Piece) -> Any:
+        memory = super().rewrite(seen, memory, piece)
+        keys = push(memory.keys_BHME, seen.window.keys_BHkE.detach(), dim=2)
+        values = push(memory.values_BHME, seen.window.values_BHkE.detach(), dim=2)
+        return memory._replace(
+            keys_BHME=piece.commit(keys, memory.keys_BHME),
+            values_BHME=piece.commit(values, memory.values_BHME),
+        )
+
+
+class RecurrentLayer(XLLayer):
+    """Tokens read the state as it was when the window began; the full window rewrites it."""
+
+    sources = 2
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config)
+        self.size = (config.recurrent_states, config.width)
+        self.read_query = Linear(config.width, config.num_heads * config.head_size)
+        self.read_scale = AttentionScale(config)
+        self.state = RecurrentState(config)
+
+    def empty_memory(self, batch_size: int, zeros: Zeros) -> Any:
+        return RecurrentMemory(
+            *super().empty_memory(batch_size, zeros), zeros(batch_size, *self.size)
+        )
+
+    def consult(self, a_BHtE: Tensor, seen: Seen, memory: Any, piece: Piece) -> tuple[Tensor, ...]:
+        q_BHtE = split_heads(self.read_query(seen.h_BtD), self.heads[0])
+        k_BHRE, v_BHRE = self.state.keys_values(self.state.normed(self._states(memory, piece)))
+        return a_BHtE, attend(
+            self.read_scale.query(q_BHtE), k_BHRE, v_BHRE, dropout=self.block.drop_rate
+        )
+
+    def rewrite(self, seen: Seen, memory: Any, piece: Piece) -> Any:
+        k_BHkE = torch.cat([seen.past.keys_BHkE, seen.window.keys_BHkE], dim=2)
+        v_BHkE = torch.cat([seen.past.values_BHkE, seen.window.values_BHkE], dim=2)
+        visible = None
+        if self.masked and piece.fewest == 0:
+            slot_k = torch.arange(k_BHkE.size(2), device=k_BHkE.device)
+            visible_Bk = (slot_k >= self.window) | (piece.windows_B > 0)[:, None]
+            visible = visible_Bk[:, None, None, :]
+        states_BRD = self._states(memory, piece)
+        new_BRD = self.state(states_BRD, k_BHkE, v_BHkE, visible)
+        memory = super().rewrite(seen, memory, piece)
+        return memory._replace(c_BRD=piece.commit(new_BRD, memory.c_BRD))
+
+    def _states(self, memory: Any, piece: Piece) -> Tensor:
+        """The learned initial state stands in for rows that have read no window yet."""
+        if piece.fewest > 0:
+            return memory.c_BRD
+        first_B11 = (piece.windows_B == 0)[:, None, None]
+        return torch.where(first_B11, self.state.initial.to(memory.c_BRD), memory.c_BRD)
+
+
+class RecurrentState(nn.Module):
+    """c' = g·c + (1 - g)·y: the state attends to itself and to the window's tokens."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        inner = config.num_heads * config.head_size
+        self.num_heads = config.num_heads
+        self.dropout = config.dropout
+        self.initial = nn.Parameter(torch.empty(config.recurrent_states, config.width))
+        self.position = nn.Parameter(torch.empty(config.recurrent_states, config.width))
+        randomise(self.initial, 0.25)
+        randomise(self.position, 0.25)
+        self.norm = RMSNorm(config.width)
+        self.key = Linear(config.width, inner)
+        self.value = Linear(config.width, inner)
+        self.self_query = Linear(config.width, inner)
+        self.self_scale = AttentionScale(config)
+        self.token_query = Linear(config.width, inner)
+        self.token_scale = AttentionScale(config)
+        self.output = Linear(2 * inner, config.width)
+        self.gate = nn.Parameter(torch.ones(config.width))
+
+    def forward(
+        self, c_BRD: Tensor, k_BHkE: Tensor, v_BHkE: Tensor, visible: Tensor | None
+    ) -> Tensor:
+        h_BRD = self.normed(c_BRD)
+        drop = self.dropout if self.training else 0.0
+        self_q = self.self_scale.query(split_heads(self.self_query(h_BRD), self.num_heads))
+        token_q = self.token_scale.query(split_heads(self.token_query(h_BRD), self.num_heads))
+        heads = (
+            attend(self_q, *self.keys_values(h_BRD), dropout=drop),
+            attend(token_q, k_BHkE, v_BHkE, visible=visible, dropout=drop),
+        )
+        y_BRD = self.output(torch.cat([merge_heads(a) for a in heads], dim=-1))
+        g_D = torch.sigmoid(self.gate)
+        return g_D * c_BRD + (1 - g_D) * y_BRD
+
+    def normed(self, c_BRD: Tensor) -> Tensor:
+        return self.norm(c_BRD) + self.position
+
+    def keys_values(self, h_BRD: Tensor) -> tuple[Tensor, Tensor]:
+        k_BHRE = self.self_scale.key(split_heads(self.key(h_BRD), self.num_heads))
+        return k_BHRE, split_heads(self.value(h_BRD), self.num_heads)
+
+
+def attend_best(
+    q_BHtE: Tensor, k_BHME: Tensor, v_BHME: Tensor, visible: Tensor | None, top_k: int
+) -> Tensor:
+    """Attention to the k visible keys with the largest q·k, exactly; the choice has no gradient."""
+    with torch.no_grad():
+        scores_BHtM = q_BHtE @ k_BHME.transpose(2, 3)
+        if visible is not None:
+            scores_BHtM = scores_BHtM.masked_fill(~visible, float("-inf"))
+        best, index_BHtK = scores_BHtM.topk(top_k, dim=-1)
+        hidden_BHtK = best == float("-inf")
+
+    def pick(x_BHME: Tensor) -> Tensor:
+        size = (*index_BHtK.shape, x_BHME.size(-1))
+        return x_BHME[:, :, None].expand(*size[:3], *x_BHME.shape[2:]).gather(
+            3, index_BHtK[..., None].expand(size)
+        )
+
+    logits_BHtK = (q_BHtE[:, :, :, None] * pick(k_BHME)).sum(-1)
+    p_BHtK = logits_BHtK.masked_fill(hidden_BHtK, float("-inf")).softmax(-1)
+    return (p_BHtK[..., None] * pick(v_BHME)).sum(-2)
