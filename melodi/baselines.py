@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from melodi.config import ModelConfig
-from melodi.layers import Gate, Layer, OpenWindow, Pairs, Piece, Seen, Zeros, recollect
+from melodi.layers import Gate, Layer, OpenWindow, Pairs, Piece, Seen, Zeros, recollect, written_slots
 from melodi.memory import MemorizingMemory, RecurrentMemory, XLMemory, push
 from melodi.transformer import (
     AttentionScale,
@@ -81,12 +81,21 @@ class MemorizingLayer(XLLayer):
         part = recollect(piece, self.slots, self.window, self.masked)
         if part.slots == 0:
             return (a_BHtE,)
-        k_BHME, v_BHME = memory.keys_BHME[:, :, -part.slots :], memory.values_BHME[:, :, -part.slots :]
-        visible, dropout = part.visible_B11M, self.block.drop_rate
+        k_BHME = memory.keys_BHME[:, :, -part.slots :]
+        v_BHME = memory.values_BHME[:, :, -part.slots :]
         if self.top_k is None or self.top_k >= part.slots:
-            long_BHtE = attend(seen.q_BHtE, k_BHME, v_BHME, visible=visible, dropout=dropout)
+            long_BHtE = attend(
+                seen.q_BHtE,
+                k_BHME,
+                v_BHME,
+                visible=part.visible_B11M,
+                dropout=self.block.drop_rate,
+            )
         else:
-            long_BHtE = attend_best(seen.q_BHtE, k_BHME, v_BHME, visible, self.top_k)
+            written_B11M = written_slots(piece, part.slots, self.window)
+            long_BHtE = attend_best(
+                seen.q_BHtE, k_BHME, v_BHME, written_B11M, self.top_k, self.masked
+            )
         return (self.gate(a_BHtE, long_BHtE, part.empty_B),)
 
     def rewrite(self, seen: Seen, memory: Any, piece: Piece) -> Any:
@@ -190,21 +199,27 @@ class RecurrentState(nn.Module):
 
 
 def attend_best(
-    q_BHtE: Tensor, k_BHME: Tensor, v_BHME: Tensor, visible: Tensor | None, top_k: int
+    q_BHtE: Tensor,
+    k_BHME: Tensor,
+    v_BHME: Tensor,
+    written_B11M: Tensor,
+    top_k: int,
+    masked: bool = True,
 ) -> Tensor:
-    """Attention to the k visible keys with the largest q·k, exactly; the choice has no gradient."""
+    """Attention to the k written keys with the largest q·k, exactly; the choice has no gradient.
+
+    Where fewer are written, the rest is masked, or read as zeros.
+    """
     with torch.no_grad():
         scores_BHtM = q_BHtE @ k_BHME.transpose(2, 3)
-        if visible is not None:
-            scores_BHtM = scores_BHtM.masked_fill(~visible, float("-inf"))
-        best, index_BHtK = scores_BHtM.topk(top_k, dim=-1)
-        hidden_BHtK = best == float("-inf")
+        scores_BHtM = scores_BHtM.masked_fill(~written_B11M, float("-inf"))
+        best_BHtK, index_BHtK = scores_BHtM.topk(top_k, dim=-1)
+        # A row without any written key sees zeros; the gate then drops the result.
+        hidden_BHtK = best_BHtK.isneginf() & written_B11M.any(-1, keepdim=True) & masked
 
     def pick(x_BHME: Tensor) -> Tensor:
-        size = (*index_BHtK.shape, x_BHME.size(-1))
-        return x_BHME[:, :, None].expand(*size[:3], *x_BHME.shape[2:]).gather(
-            3, index_BHtK[..., None].expand(size)
-        )
+        index = index_BHtK.flatten(2)[..., None].expand(-1, -1, -1, x_BHME.size(-1))
+        return x_BHME.gather(2, index).unflatten(2, index_BHtK.shape[2:])
 
     logits_BHtK = (q_BHtE[:, :, :, None] * pick(k_BHME)).sum(-1)
     p_BHtK = logits_BHtK.masked_fill(hidden_BHtK, float("-inf")).softmax(-1)

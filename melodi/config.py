@@ -8,11 +8,12 @@
 
 import dataclasses
 import difflib
+import functools
 import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 MELODI_KINDS = ("short", "long", "long-only")
 BASELINE_KINDS = ("xl", "recurrent", "memorizing")
@@ -74,6 +75,22 @@ DIALECTS = {
 DIALECTS["default"] = replace(DIALECTS["paper"], mixer="residual", embedding="root")
 
 
+@functools.cache
+def parse_dialect(text: str) -> Dialect:
+    """The named dialect, with the single answers that follow the name: "default,gate=channel"."""
+    name, *changes = text.split(",")
+    if name not in DIALECTS:
+        raise ValueError(f"dialect={name!r} is unknown: choose one of {', '.join(DIALECTS)}")
+    answers = dict(change.partition("=")[::2] for change in changes)
+    _check_keys(Dialect, answers)
+    for key, answer in answers.items():
+        known = get_args(Dialect.__annotations__[key]) or ("true", "false")
+        if answer not in known:
+            raise ValueError(f"dialect has {key}={answer!r}: choose one of {', '.join(known)}")
+    values = {k: v == "true" if v in ("true", "false") else v for k, v in answers.items()}
+    return replace(DIALECTS[name], **values)
+
+
 @dataclass(frozen=True)
 class ModelConfig:
     """The architecture. The letters in brackets are the paper's, used in shape suffixes."""
@@ -98,8 +115,8 @@ class ModelConfig:
     """Windows that the long-term queue holds [Q]."""
     layers: tuple[str, ...] = ()
     """One kind per layer: short, long, long-only, plain, xl, recurrent, memorizing."""
-    dialect: str | Dialect = "default"
-    """default, paper or meliad; or a Dialect of one's own."""
+    dialect: str = "default"
+    """default, paper or meliad; single answers can be changed: "default,activation=gelu"."""
     branching: bool = True
     """Separate mixers for the next layer and the next window (Table 4)."""
     copy_short_to_long: bool = False
@@ -120,7 +137,7 @@ class ModelConfig:
 
     @property
     def rules(self) -> Dialect:
-        return DIALECTS[self.dialect] if isinstance(self.dialect, str) else self.dialect
+        return parse_dialect(self.dialect)
 
     @property
     def head_size(self) -> int:
@@ -160,15 +177,12 @@ class ModelConfig:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "ModelConfig":
         _check_keys(cls, values)
-        values = dict(values)
-        if isinstance(dialect := values.get("dialect"), dict):
-            _check_keys(Dialect, dialect)
-            values["dialect"] = Dialect(**dialect)
         return cls(**values)
 
     def digest(self) -> str:
         """Equal for two configs iff a memory of one makes sense to the other."""
-        values = replace(self, dialect=self.rules, dropout=0.0, head_width=self.head_size).to_dict()
+        values = replace(self, dropout=0.0, head_width=self.head_size).to_dict()
+        values["dialect"] = dataclasses.asdict(self.rules)
         return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -206,8 +220,7 @@ def _check(c: ModelConfig) -> None:
         )
     if c.head_width is not None and c.head_width < 1:
         raise ValueError(f"head_width={c.head_width} must be at least 1, or None")
-    if isinstance(c.dialect, str) and c.dialect not in DIALECTS:
-        raise ValueError(f"dialect={c.dialect!r} is unknown: choose one of {', '.join(DIALECTS)}")
+    parse_dialect(c.dialect)
     if not 0 <= c.dropout < 1:
         raise ValueError(f"dropout={c.dropout} must be at least 0 and below 1")
     _check_layers(c)

@@ -394,11 +394,16 @@ def recollect(piece: Piece, slots: int, per_window: int, masked: bool) -> Recoll
     count = min(piece.most * per_window, slots)
     if piece.fewest * per_window >= count:
         return Recollection(count, None, None)
-    first_B = count - (piece.windows_B * per_window).clamp(max=count)
     empty_B = piece.windows_B == 0
-    slot_M = torch.arange(count, device=first_B.device)
-    visible_BM = (slot_M >= first_B[:, None]) | empty_B[:, None]
-    return Recollection(count, visible_BM[:, None, None, :], empty_B)
+    visible_B11M = written_slots(piece, count, per_window) | empty_B[:, None, None, None]
+    return Recollection(count, visible_B11M, empty_B)
+
+
+def written_slots(piece: Piece, slots: int, per_window: int) -> Tensor:
+    """Which of the newest slots of a queue have been written, (B, 1, 1, M)."""
+    first_B = slots - piece.windows_B * per_window
+    slot_M = torch.arange(slots, device=first_B.device)
+    return (slot_M >= first_B[:, None])[:, None, None, :]
 
 
 def _where(rows_B: Tensor, yes: Tensor, no: Tensor) -> Tensor:

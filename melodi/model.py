@@ -110,7 +110,7 @@ class LanguageModel(nn.Module):
         start_B = torch.zeros_like(open_B)
         layers, open_window = state.layers, state.open_window
         sights: dict[Any, Sight] = {}
-        pages = Pages(tokens_BT)
+        pages = Pages(tokens_BT, self._zeros(len(open_B), 0, self.config.width))
         while left_B.any():
             length_B = torch.minimum(left_B, window - open_B)
             full_B = open_B + length_B == window
@@ -300,9 +300,9 @@ class Sight(NamedTuple):
 class Pages:
     """Tokens in, hidden vectors out, one piece at a time, each row at its own place."""
 
-    def __init__(self, tokens_BT: Tensor) -> None:
+    def __init__(self, tokens_BT: Tensor, nothing_B0D: Tensor) -> None:
         self.tokens_BT = tokens_BT
-        self.pieces: list[Tensor] = []
+        self.pieces = [nothing_B0D]
         self.place_BT = torch.full(tokens_BT.shape, -1, device="cpu")
         self.in_order = True
 
@@ -322,12 +322,14 @@ class Pages:
 
     def together(self) -> Tensor:
         """All hidden vectors in the order of the tokens; zeros where a row had padding."""
-        x_BTD = self.pieces[0] if len(self.pieces) == 1 else torch.cat(self.pieces, dim=1)
-        if self.in_order:
+        x_BTD = torch.cat(self.pieces, dim=1)
+        if self.in_order and x_BTD.size(1) == self.tokens_BT.size(1):
             return x_BTD
-        place_BT = self.place_BT.to(x_BTD.device)
-        x_BTD = x_BTD.gather(1, place_BT.clamp(min=0)[:, :, None].expand(-1, -1, x_BTD.size(2)))
-        return x_BTD.masked_fill((place_BT < 0)[:, :, None], 0)
+        # Padding is taken from one more vector, which is zero.
+        x_BTD = F.pad(x_BTD, (0, 0, 0, 1))
+        place_BT = torch.where(self.place_BT < 0, x_BTD.size(1) - 1, self.place_BT)
+        index_BTD = place_BT.to(x_BTD.device)[:, :, None].expand(-1, -1, x_BTD.size(2))
+        return x_BTD.gather(1, index_BTD)
 
 
 def make_layer(config: ModelConfig, index: int, kind: str) -> Layer:

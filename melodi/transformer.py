@@ -128,6 +128,8 @@ class RelativePositionBias(nn.Module):
 
     def forward(self, distance_btk: Tensor) -> dict[str, Tensor]:
         """A (b, H, t, k) bias for each layer that has one."""
+        if not self.tables:
+            return {}
         buckets_btk = bucket_of_distance(distance_btk)
         tables_NHK = torch.stack(list(self.tables.values()))
         bias_NbHtk = tables_NHK[:, :, buckets_btk].transpose(1, 2)

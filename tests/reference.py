@@ -9,10 +9,8 @@ and shares no code with the package, so that an error in one of them is not repe
 - Tokens, keys and values are single vectors in Python lists, oldest first.
 - Autograd goes through everything, so the gradients are a reference as well.
 
-Letters: W window tokens, S short-term = summary tokens, L long-term tokens per window, Q windows in
-the long-term queue, R recurrent states, D width, H heads, E head width, V vocabulary; N, K: what a
-query sees, all of it or its k best. x: tokens of the window, u: summary tokens, z: short-term memory,
-m: long-term memory.
+Letters: D width, H heads, E head width, V vocabulary; O tokens that a mixer gives; N pairs that a
+query sees. x: the window's tokens, u: its summary tokens, z and m: short- and long-term memory.
 """
 
 import math
@@ -150,7 +148,7 @@ class Layer:
         if self.rules.activation == "gelu":
             hidden = hidden * (1 + torch.erf(hidden / math.sqrt(2))) / 2
         else:
-            hidden = hidden.clamp(min=0)
+            hidden = hidden.relu()
             if self.rules.activation == "relu2":
                 hidden = hidden.square()
         return self.linear("block.ffn.output", hidden)
@@ -177,8 +175,7 @@ class Layer:
         return projected.reshape(self.config.num_heads, self.config.head_size)
 
     def zero_pairs(self, count: int) -> list[Pair]:
-        shape = self.config.num_heads, self.config.head_size
-        zero_HE = self.bias_table_HB.new_zeros(shape)
+        zero_HE = self.bias_table_HB.new_zeros(self.config.num_heads, self.config.head_size)
         return [(zero_HE, zero_HE)] * count
 
     def attend(
@@ -195,18 +192,16 @@ class Layer:
             return torch.zeros_like(query_HE)
         key_NHE = torch.stack([key for key, _ in pairs])
         value_NHE = torch.stack([value for _, value in pairs])
-        if top_k is not None and top_k < len(pairs):
-            dot_HN = torch.einsum("he,nhe->hn", query_HE, key_NHE)
-            best_HK = dot_HN.topk(top_k).indices
-            key_NHE = torch.stack([key_NHE[k, h] for h, k in enumerate(best_HK)], dim=1)
-            value_NHE = torch.stack([value_NHE[k, h] for h, k in enumerate(best_HK)], dim=1)
         logit_HN = torch.einsum("he,nhe->hn", query_HE, key_NHE)
+        if top_k is not None and top_k < len(pairs):
+            best = [logit_N.topk(top_k).indices for logit_N in logit_HN]
+            logit_HN = torch.stack([logit_HN[h, n] for h, n in enumerate(best)])
+            value_NHE = torch.stack([value_NHE[n, h] for h, n in enumerate(best)], dim=1)
+        bias_HN = 0 if biases is None else torch.stack(biases, dim=1)
         if self.rules.attention == "scaled":
-            logit_HN = logit_HN / math.sqrt(self.config.head_size)
-        if biases is not None:
-            logit_HN = logit_HN + torch.stack(biases, dim=1)
-        if self.rules.attention != "scaled":
-            logit_HN = self.weights[f"{scale}.factor"].abs()[:, None] * logit_HN
+            logit_HN = logit_HN / math.sqrt(self.config.head_size) + bias_HN
+        else:
+            logit_HN = self.weights[f"{scale}.factor"].abs()[:, None] * (logit_HN + bias_HN)
         return torch.einsum("hn,nhe->he", logit_HN.softmax(dim=-1), value_NHE)
 
     def mix(self, name: str, x: list[Tensor], u: list[Tensor]) -> list[Tensor]:
@@ -235,21 +230,22 @@ class MelodiLayer(Layer):
         super().__init__(config, weights, index)
         self.has_short = self.kind in ("short", "long")
         self.has_long = self.kind in ("long", "long-only")
+        self.slots = config.long_term_tokens * config.long_term_windows
         self.z: list[Tensor] = []
         # Tokens or their pairs, by the dialect; the other list stays empty.
         self.m_tokens: list[Tensor] = []
         self.m_pairs: list[Pair] = []
         if self.rules.empty_memory == "zeros":
-            slots = config.long_term_tokens * config.long_term_windows
             zero_D = weights["embedding.weight"].new_zeros(config.width)
-            self.z = [zero_D] * config.short_term_tokens
-            if self.rules.long_term_store == "tokens":
-                self.m_tokens = [zero_D] * slots
-            else:
-                self.m_pairs = self.zero_pairs(slots)
+            if self.has_short:
+                self.z = [zero_D] * config.short_term_tokens
+            if self.has_long and self.rules.long_term_store == "tokens":
+                self.m_tokens = [zero_D] * self.slots
+            elif self.has_long:
+                self.m_pairs = self.zero_pairs(self.slots)
 
     def past(self) -> list[Pair]:
-        return [self.pair(z_D) for z_D in self.z] if self.has_short else []
+        return [self.pair(z_D) for z_D in self.z]
 
     def block(self, x: list[Tensor], u: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         # Stored tokens are projected with the current weights, once per window.
@@ -257,7 +253,7 @@ class MelodiLayer(Layer):
         return super().block(x, u)
 
     def and_memory(self, token_D: Tensor, self_HE: Tensor) -> Tensor:
-        if not self.has_long or not self.long_pairs:
+        if not self.long_pairs:
             return self_HE
         long_HE = self.attend(self.query(token_D), self.long_pairs, "block.scale")
         gate = torch.sigmoid(self.weights["gate.logit"])
@@ -271,11 +267,10 @@ class MelodiLayer(Layer):
         if not self.has_long:
             return
         m = self.z if self.config.copy_short_to_long else self.mix("long", x, u)
-        slots = self.config.long_term_tokens * self.config.long_term_windows
         if self.rules.long_term_store == "tokens":
-            self.m_tokens = (self.m_tokens + m)[-slots:]
+            self.m_tokens = (self.m_tokens + m)[-self.slots :]
         else:
-            self.m_pairs = (self.m_pairs + [self.pair(m_D) for m_D in m])[-slots:]
+            self.m_pairs = (self.m_pairs + [self.pair(m_D) for m_D in m])[-self.slots :]
 
     def detach(self) -> None:
         self.z = [z_D.detach() for z_D in self.z]
@@ -356,14 +351,17 @@ class MemorizingLayer(XLLayer):
     def __init__(self, config: ModelConfig, weights: dict[str, Tensor], index: int) -> None:
         super().__init__(config, weights, index)
         self.external: list[Pair] = []
-        if self.rules.empty_memory == "zeros":
-            self.external = self.zero_pairs(config.memory_slots)
 
     def and_memory(self, token_D: Tensor, self_HE: Tensor) -> Tensor:
-        if not self.external:
+        pairs = self.external
+        if self.rules.empty_memory == "zeros":
+            # Empty slots are read too, but the k best are taken from the written ones first.
+            readable = self.config.top_k or self.config.memory_slots
+            pairs = pairs + self.zero_pairs(readable - len(pairs))
+        if not pairs:
             return self_HE
         external_HE = self.attend(
-            self.query(token_D), self.external, "block.scale", top_k=self.config.top_k
+            self.query(token_D), pairs, "block.scale", top_k=self.config.top_k
         )
         gate_H1 = torch.sigmoid(self.weights["gate.logit"])[:, None]
         return gate_H1 * external_HE + (1 - gate_H1) * self_HE

@@ -1,0 +1,3 @@
+from melodi.cli import main
+
+main()

@@ -1,0 +1,187 @@
+"""The public boundary: bad input is refused in one line before anything changes; states travel."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from zoo import KINDS, VOCAB, WINDOW, ZOO, make, random_tokens
+
+from melodi import LanguageModel, MemoryState, ModelConfig
+from melodi.config import sandwich
+
+CONFIG = KINDS["melodi"]
+TOKENS = random_tokens(2, 5)
+
+
+def call(tokens: object = TOKENS, state: object = None, **kwargs: object) -> object:
+    model = make(CONFIG)
+    return model(tokens, state or model.empty_state(2), **kwargs)
+
+
+def config(**changes: object) -> ModelConfig:
+    return replace(CONFIG, **changes)
+
+
+REFUSED = {
+    "short_term_tokens=9 exceeds window=6": lambda: config(short_term_tokens=9),
+    "long_term_tokens=7 exceeds window=6": lambda: config(long_term_tokens=7),
+    "short_term_tokens=0 leaves Melodi without summary": lambda: config(short_term_tokens=0),
+    "long_term_tokens=0 leaves the long-term layer": lambda: config(long_term_tokens=0),
+    "copy_short_to_long needs as many .* not 3 and 2": lambda: config(copy_short_to_long=True),
+    "cannot copy in a 'long-only' layer": lambda: config(
+        copy_short_to_long=True, long_term_tokens=3, layers=("long-only",)
+    ),
+    "long-term layer 13 is outside the stack of 13": lambda: sandwich(13, long_term=(13,)),
+    "short-term layer -1 is outside the stack of 4": lambda: sandwich(4, short_term=(-1,)),
+    "num_heads=5 does not divide width=12": lambda: config(num_heads=5, head_width=None),
+    r"layers=\(\) is empty": lambda: config(layers=()),
+    "layer kind 'shrt' is unknown": lambda: config(layers=("shrt",)),
+    "layers mix Melodi with 'xl'": lambda: config(layers=("short", "xl")),
+    "dialect='english' is unknown": lambda: config(dialect="english"),
+    "no field 'activaton': did you mean 'activation'": lambda: config(
+        dialect="default,activaton=gelu"
+    ),
+    "activation='tanh'": lambda: config(dialect="default,activation=tanh"),
+    "no field 'windw': did you mean 'window'": lambda: ModelConfig.from_dict({"windw": 3}),
+    "recurrent_states=0": lambda: config(layers=("recurrent",), recurrent_states=0),
+    "memory_slots=0": lambda: config(layers=("memorizing",), memory_slots=0),
+    "top_k=16 must be from 1 to memory_slots=15": lambda: config(
+        layers=("memorizing",), top_k=16
+    ),
+    "dropout=1.5": lambda: config(dropout=1.5),
+    "window=0": lambda: config(window=0),
+    f"token id {VOCAB} is outside the vocabulary": lambda: call(torch.full((2, 5), VOCAB)),
+    "token id -1 is outside the vocabulary": lambda: call(torch.full((2, 5), -1)),
+    r"tokens of shape \(2, 0\) are empty": lambda: call(TOKENS[:, :0]),
+    r"tokens of shape \(5,\)": lambda: call(TOKENS[0]),
+    "type torch.float32 must be integers": lambda: call(TOKENS.float()),
+    "the state has 3 rows and the tokens have 2": lambda: call(
+        state=make(CONFIG).empty_state(3)
+    ),
+    "the state is torch.float32 and the model is torch.float64": lambda: call(
+        state=LanguageModel(CONFIG).empty_state(2)
+    ),
+    "state on meta, model on cpu": lambda: call(
+        state=LanguageModel(CONFIG).to("meta").empty_state(2)
+    ),
+    "tokens on meta, model on cpu": lambda: call(TOKENS.to("meta")),
+    "belongs to another architecture": lambda: call(
+        state=make(config(long_term_windows=4)).empty_state(2)
+    ),
+    "made with other weights": lambda: call(state=make(CONFIG, seed=1).empty_state(2)),
+    r"lengths=\[1, 6\] must be one number from 0 to 5": lambda: call(
+        lengths=torch.tensor([1, 6])
+    ),
+    "rows of shape .* must be a mask": lambda: make(CONFIG).empty_state(2).forget([True]),
+    r"rows=\[2\] must be indices from 0 to 1": lambda: make(CONFIG).empty_state(2).select([2]),
+    "batch_size=0": lambda: make(CONFIG).empty_state(0),
+    "targets of shape": lambda: make(CONFIG).loss(
+        TOKENS, TOKENS[:, 1:], make(CONFIG).empty_state(2)
+    ),
+    f"target id {VOCAB} .* -1 is ignored": lambda: make(CONFIG).loss(
+        TOKENS, TOKENS + VOCAB - TOKENS, make(CONFIG).empty_state(2)
+    ),
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_bad_input_is_refused(message: str) -> None:
+    """One line with the offending value, as a ValueError."""
+    with pytest.raises(ValueError, match=message) as caught:
+        REFUSED[message]()
+    assert "\n" not in str(caught.value)
+
+
+def test_refusal_changes_nothing() -> None:
+    """A refused call leaves the state as it was."""
+    model = make(CONFIG)
+    _, state = model(random_tokens(2, WINDOW), model.empty_state(2))
+    before = [tensor.clone() for layer in state.layers for tensor in layer]
+    with pytest.raises(ValueError, match="outside the vocabulary"):
+        model(torch.full((2, 3), VOCAB), state)
+    after = [tensor for layer in state.layers for tensor in layer]
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    assert state.windows_B.tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("config", ZOO.values(), ids=ZOO.keys())
+@pytest.mark.parametrize("length", [2 * WINDOW, 2 * WINDOW + 4])
+def test_a_saved_state_goes_on(config: ModelConfig, length: int, tmp_path: Path) -> None:
+    """Saved and loaded, in the middle of a window too, a memory goes on bit for bit."""
+    model = make(config)
+    _, state = model(random_tokens(2, length), model.empty_state(2))
+    state.save(tmp_path / "memory.safetensors")
+    loaded = MemoryState.load(tmp_path / "memory.safetensors")
+    assert loaded.num_floats() == state.num_floats()
+    more = random_tokens(2, WINDOW, seed=1)
+    expected, _ = model(more, state)
+    logits, after = model(more, loaded)
+    assert torch.equal(logits, expected)
+    assert after.owner is model
+
+
+def test_a_loaded_state_is_checked_on_first_use(tmp_path: Path) -> None:
+    """Another architecture and other weights are refused; a copy of the model is not."""
+    path = tmp_path / "memory.safetensors"
+    model = make(CONFIG)
+    model(TOKENS, model.empty_state(2))[1].save(path)
+    make(CONFIG)(TOKENS, MemoryState.load(path))
+    with pytest.raises(ValueError, match="another architecture"):
+        make(config(branching=False))(TOKENS, MemoryState.load(path))
+    with pytest.raises(ValueError, match="other weights"):
+        make(CONFIG, seed=1)(TOKENS, MemoryState.load(path))
+
+
+def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
+    """Not ours, cut short, of another version, or lacking a tensor: one line each."""
+    path = tmp_path / "memory.safetensors"
+    with pytest.raises(FileNotFoundError, match="does not exist"):
+        MemoryState.load(path)
+    make(CONFIG).empty_state(1).save(path)
+    whole = path.read_bytes()
+    path.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(ValueError, match="not a memory file"):
+        MemoryState.load(path)
+    save_file({"x": torch.zeros(1)}, path)
+    with pytest.raises(ValueError, match="not a memory file"):
+        MemoryState.load(path)
+    path.write_bytes(whole.replace(b'"version":"1"', b'"version":"9"'))
+    with pytest.raises(ValueError, match="has version 9"):
+        MemoryState.load(path)
+    path.write_bytes(whole)
+    tensors = load_file(path)
+    del tensors["layers.0.z_BSD"]
+    from safetensors import safe_open
+
+    with safe_open(path, "pt") as file:
+        header = file.metadata()
+    save_file(tensors, path, header)
+    with pytest.raises(ValueError, match="damaged"):
+        MemoryState.load(path)
+
+
+@pytest.mark.parametrize("config", ZOO.values(), ids=ZOO.keys())
+def test_select_reorders_rows(config: ModelConfig) -> None:
+    """Rows can be taken in any order and several times, as beam search does."""
+    model = make(config)
+    _, state = model(random_tokens(3, WINDOW + 2), model.empty_state(3), torch.tensor([8, 5, 2]))
+    more = random_tokens(3, 4, seed=1)
+    logits, _ = model(more, state)
+    rows = torch.tensor([2, 0, 0])
+    again, _ = model(more[rows], state.select(rows))
+    torch.testing.assert_close(again, logits[rows], rtol=0, atol=1e-12)
+    masked = state.select(torch.tensor([False, True, False]))
+    assert masked.open_B.tolist() == state.open_B[1:2].tolist()
+
+
+def test_an_open_window_is_carried_only_while_there_is_one() -> None:
+    """Whole windows leave no open window behind, nor does forgetting the rows that had one."""
+    model = make(CONFIG)
+    _, state = model(random_tokens(2, WINDOW), model.empty_state(2))
+    assert state.open_window is None
+    _, state = model(TOKENS, state)
+    assert state.open_window is not None
+    assert state.forget([True, False]).open_window is not None
+    assert state.forget([True, True]).open_window is None

@@ -1,0 +1,158 @@
+"""The dialect `meliad` equals the official code: logits, loss, every gradient, carried memory."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from make_golden import CONFIGS, PATH, draw, run
+
+from melodi import LanguageModel, ModelConfig
+from melodi.meliad import from_official, state_to_official, to_official
+
+OFFICIAL = Path(__file__).parents[2] / "shared" / "golden"
+EXTRAS = {
+    "melodi": lambda c: {"long_term_windows": c["Q"]},
+    "memorizing": lambda c: {"memory_slots": c["M"], "top_k": c["k"]},
+}
+
+
+def assert_close(ours: np.ndarray, theirs: np.ndarray, name: str, atol: float) -> None:
+    worst = np.abs(ours.astype(np.float64) - theirs).max() if ours.size else 0.0
+    assert ours.shape == theirs.shape, name
+    assert worst <= atol, f"{name}: {worst} > {atol}"
+
+
+def assert_gradient(ours: np.ndarray, theirs: np.ndarray, name: str) -> None:
+    """To 1e-4 of the tensor's largest entry."""
+    assert_close(ours, theirs, name, 1e-4 * max(np.abs(theirs).max(), 1e-12))
+
+
+@pytest.mark.parametrize(
+    "name", ["melodi", "transformer_xl", "block_recurrent", "memorizing"]
+)
+def test_equals_the_official_code(name: str) -> None:
+    """Across segments and resets, at DESIGN section 3's tolerances."""
+    path = OFFICIAL / f"{name}.npz"
+    if not path.exists():
+        pytest.skip(f"{path} is absent")
+    golden = np.load(path)
+    sizes = json.loads(bytes(golden["config"]))
+    params = {key: golden[key] for key in golden.files if key.startswith("params/")}
+    model = from_official(params, sizes["W"], **EXTRAS.get(name, lambda _: {})(sizes))
+    state = model.empty_state(sizes["B"])
+    for i in range(len(sizes["starts"])):
+        tokens = torch.from_numpy(golden[f"seg{i}/tokens"]).long()
+        state = state.detach().forget(torch.from_numpy(golden[f"seg{i}/start_of_sequence"]))
+        logits, _ = model(tokens, state)
+        assert_close(logits.detach().numpy(), golden[f"seg{i}/logits"], "logits", 1e-5)
+
+        model.zero_grad()
+        targets = torch.cat([tokens[:, 1:], torch.full((len(tokens), 1), -1)], dim=1)
+        loss, state = model.loss(tokens, targets, state)
+        loss.backward()
+        assert_close(loss.detach().numpy(), golden[f"seg{i}/loss"], "loss", 1e-5)
+
+        grads = to_official(model, grads=True)
+        unused = {key.removeprefix("params/") for key in params} - grads.keys()
+        for key in unused:
+            assert "token_mixing_summary" in key
+            assert not golden[f"seg{i}/grads/{key}"].any()
+        for key, grad in grads.items():
+            assert_gradient(grad, golden[f"seg{i}/grads/{key}"], key)
+
+        memory = state_to_official(state)
+        live = [k for k in golden.files if k.startswith(f"seg{i}/") and "_test" in k]
+        assert len(live) == len(memory)
+        for key in live:
+            path_in_state = key.split("/", 2)[2]
+            assert_close(memory[path_in_state], golden[key], key, 2e-5)
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_equals_our_golden_file(kind: str) -> None:
+    """The same check on a small file of our own, which is always there."""
+    golden = np.load(PATH)
+    outputs = run(draw(CONFIGS[kind]))
+    assert {f"{kind}/{name}" for name in outputs} == {k for k in golden if k.startswith(f"{kind}/")}
+    for name, array in outputs.items():
+        theirs = golden[f"{kind}/{name}"]
+        if "/grads/" in name:
+            assert_gradient(array, theirs, name)
+        else:
+            assert_close(array, theirs, name, 2e-5 if "/state/" in name else 1e-5)
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_round_trip(kind: str) -> None:
+    """To official names and back is the same model, sizes read off names and shapes."""
+    config = CONFIGS[kind]
+    model = draw(config)
+    again = from_official(
+        {f"params/{name}": array for name, array in to_official(model).items()},
+        window=config.window,
+        long_term_windows=config.long_term_windows or None,
+        memory_slots=config.memory_slots or None,
+    )
+    assert again.config.digest() == config.digest()
+    assert again.fingerprint() == model.fingerprint()
+
+
+@pytest.mark.parametrize(
+    "change", [{"branching": False}, {"copy_short_to_long": True, "long_term_tokens": 4}]
+)
+def test_ablations_round_trip(change: dict) -> None:
+    """What an official checkpoint lacks tells which ablation it is."""
+    config = ModelConfig.from_dict(CONFIGS["melodi"].to_dict() | change)
+    again = from_official(to_official(draw(config)), window=8, long_term_windows=4)
+    assert again.config.digest() == config.digest()
+
+
+def official(kind: str) -> dict[str, np.ndarray]:
+    return to_official(draw(CONFIGS[kind]))
+
+
+def with_five_summary_tokens() -> dict[str, np.ndarray]:
+    arrays = official("melodi")
+    arrays["layer_stack/summary_embeddings"] = np.zeros((5, 8), np.float32)
+    return arrays
+
+
+REFUSED = {
+    "long_term_windows cannot be read off": lambda: from_official(official("melodi"), 8),
+    "memory_slots cannot be read off": lambda: from_official(official("memorizing"), 8),
+    "long_term_windows=4 is for Melodi only": lambda: from_official(
+        official("transformer-xl"), 8, long_term_windows=4
+    ),
+    "memory_slots=4 is for Memorizing only": lambda: from_official(
+        official("melodi"), 8, long_term_windows=4, memory_slots=4
+    ),
+    "bucketed top-k": lambda: from_official(
+        official("memorizing"), 8, memory_slots=32, top_k=8
+    ),
+    "only equal numbers of summary and short-term": lambda: from_official(
+        with_five_summary_tokens(), 8, long_term_windows=4
+    ),
+    "check window=|over window=9": lambda: from_official(
+        official("melodi"), 9, long_term_windows=4
+    ),
+    "'embed/embedding' is missing": lambda: from_official({}, 8),
+    "'extra/thing' has no place": lambda: from_official(
+        official("transformer-xl") | {"extra/thing": np.zeros(1)}, 8
+    ),
+    "'default' has no official names": lambda: to_official(
+        LanguageModel(ModelConfig(vocab_size=4, width=4, num_heads=1, layers=("xl",)))
+    ),
+    "read up to the end of a window": lambda: state_to_official(
+        draw(CONFIGS["melodi"])(torch.zeros(1, 3).long(), draw(CONFIGS["melodi"]).empty_state(1))[1]
+    ),
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_refusals(message: str) -> None:
+    """What cannot be mapped is refused in one line."""
+    with pytest.raises(ValueError, match=message) as caught:
+        REFUSED[message]()
+    assert "\n" not in str(caught.value)

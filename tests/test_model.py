@@ -1,0 +1,160 @@
+"""What the laws leave open: loss, dropout, compilation, autocast, sizes, house rules."""
+
+import ast
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from zoo import KINDS, WINDOW, ZOO, make, random_tokens
+
+import melodi
+from melodi import LanguageModel, ModelConfig
+from melodi.baselines import attend_best
+from melodi.config import PRESETS
+from melodi.transformer import attend, bucket_of_distance
+
+every_kind = pytest.mark.parametrize("config", ZOO.values(), ids=ZOO.keys())
+
+
+@every_kind
+def test_loss_is_the_cross_entropy_of_the_logits(
+    config: ModelConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Mean nats over targets that are not -1, in value and gradient, however it is chunked."""
+    model = make(config)
+    tokens, targets = random_tokens(2, 2 * WINDOW + 1), random_tokens(2, 2 * WINDOW + 1, seed=1)
+    targets[0, 3:7] = -1
+    logits, _ = model(tokens, model.empty_state(2))
+    expected = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
+    grads = torch.autograd.grad(expected, list(model.parameters()), allow_unused=True)
+    monkeypatch.setattr(melodi.model, "LOSS_CHUNK", 7)
+    loss, state = model.loss(tokens, targets, model.empty_state(2))
+    loss.backward()
+    torch.testing.assert_close(loss, expected)
+    assert state.windows_B.tolist() == [2, 2]
+    for parameter, grad in zip(model.parameters(), grads, strict=True):
+        if grad is not None:
+            torch.testing.assert_close(parameter.grad, grad)
+
+
+def test_loss_without_targets_is_zero() -> None:
+    model = make(KINDS["melodi"])
+    tokens = random_tokens(1, 3)
+    loss, _ = model.loss(tokens, torch.full_like(tokens, -1), model.empty_state(1))
+    assert loss == 0
+
+
+@every_kind
+def test_dropout_is_for_training_only(config: ModelConfig) -> None:
+    model = make(replace(config, dropout=0.5))
+    tokens = random_tokens(1, 3 * WINDOW)
+    still, _ = make(config)(tokens, make(config).empty_state(1))
+    quiet, _ = model(tokens, model.empty_state(1))
+    torch.testing.assert_close(quiet, still, rtol=0, atol=1e-12)
+    model.train()
+    one, _ = model(tokens, model.empty_state(1))
+    other, _ = model(tokens, model.empty_state(1))
+    assert not torch.allclose(one, other)
+
+
+@pytest.mark.parametrize("config", KINDS.values(), ids=KINDS.keys())
+def test_layers_compile_without_graph_breaks(config: ModelConfig) -> None:
+    """Each layer is one graph, forward and backward, and computes the same."""
+    torch.compiler.reset()
+    model, compiled = make(config), make(config)
+    for layer in compiled.layers:
+        layer.compile(fullgraph=True, backend="aot_eager")
+    tokens = random_tokens(2, 3 * WINDOW)
+    expected, _ = model.loss(tokens, tokens, model.empty_state(2))
+    loss, _ = compiled.loss(tokens, tokens, compiled.empty_state(2))
+    torch.testing.assert_close(loss, expected)
+    expected.backward()
+    loss.backward()
+    for a, b in zip(model.parameters(), compiled.parameters(), strict=True):
+        if b.grad is not None:
+            torch.testing.assert_close(a.grad, b.grad)
+
+
+@every_kind
+def test_autocast(config: ModelConfig) -> None:
+    """Under bfloat16 autocast the memory keeps its type, whole and cut readings stay close to
+    float32, and every gradient is finite."""
+    model = make(config).float()
+    tokens = random_tokens(2, 3 * WINDOW + 2)
+    exact, _ = model(tokens, model.empty_state(2))
+    with torch.autocast("cpu", torch.bfloat16):
+        logits, state = model(tokens, model.empty_state(2))
+        loss, _ = model.loss(tokens, tokens, model.empty_state(2))
+    assert {tensor.dtype for layer in state.layers for tensor in layer} == {torch.float32}
+    assert (logits.float() - exact).abs().mean() < 0.05 * exact.abs().mean()
+    loss.backward()
+    assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
+
+
+@pytest.mark.parametrize("name", [name for name in PRESETS if not name.endswith("-12")])
+def test_shapes_on_the_meta_device(name: str) -> None:
+    """A whole segment runs through every preset without a number being computed."""
+    with torch.device("meta"):
+        model = LanguageModel(PRESETS[name])
+        window = model.config.window
+        tokens = torch.zeros(2, 8 * window, dtype=torch.long)
+    logits, state = model(tokens, model.empty_state(2))
+    assert logits.shape == (2, 8 * window, model.config.vocab_size)
+    assert state.windows_B.tolist() == [8, 8]
+    assert state.num_floats() == sum(model.config.memory_floats())
+
+
+@pytest.mark.slow
+def test_a_paper_segment_on_the_cpu() -> None:
+    """One 4096-token segment of the paper's main model runs forward in float32."""
+    model = LanguageModel(PRESETS["paper-melodi-s128-l64"]).eval()
+    tokens = torch.randint(0, 32_000, (1, 4096))
+    with torch.inference_mode():
+        loss, state = model.loss(tokens, tokens, model.empty_state(1))
+    assert loss.isfinite()
+    assert state.num_floats() == 18_481_152
+
+
+def test_buckets_by_their_first_distances() -> None:
+    """T5's buckets: one per distance up to 15, then these first distances, then the last."""
+    first = [16, 19, 21, 24, 27, 31, 35, 40, 46, 52, 59, 67, 77, 87, 99, 113]
+    starts = torch.tensor([*range(16), *first])
+    assert bucket_of_distance(starts).tolist() == list(range(32))
+    assert bucket_of_distance(starts[1:] - 1).tolist() == list(range(31))
+    assert bucket_of_distance(torch.tensor([128, 129, 10_000])).tolist() == [31] * 3
+
+
+def test_top_k_of_everything_is_dense() -> None:
+    """Reading the k best of k pairs is dense attention; of more, the best are chosen per query."""
+    q, k, v = (torch.randn(2, 3, n, 5).double() for n in (4, 9, 9))
+    written = torch.ones(2, 1, 1, 9, dtype=torch.bool)
+    torch.testing.assert_close(attend_best(q, k, v, written, 9), attend(q, k, v))
+    scores = q @ k.transpose(2, 3)
+    kept = scores >= scores.topk(4, dim=-1).values[..., -1:]
+    torch.testing.assert_close(attend_best(q, k, v, written, 4), attend(q, k, v, visible=kept))
+
+
+def test_modules_import_only_from_above() -> None:
+    """Data flows one way through the package."""
+    order = ["config", "transformer", "memory", "layers", "baselines", "model", "meliad", "cli"]
+    package = Path(melodi.__file__).parent
+    for name in order:
+        tree = ast.parse((package / f"{name}.py").read_text())
+        top = [node for node in tree.body if isinstance(node, ast.ImportFrom)]
+        used = [node.module.removeprefix("melodi.") for node in top if node.module.startswith("melodi.")]
+        assert all(order.index(module) < order.index(name) for module in used), name
+
+
+def test_import_does_nothing() -> None:
+    """Importing melodi sets no threads and keeps the heavy coats out."""
+    import subprocess
+    import sys
+
+    code = (
+        "import torch; before = torch.get_num_threads(); import melodi, sys; "
+        "assert torch.get_num_threads() == before; "
+        "assert not {'tyro', 'rich', 'transformers'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,167 @@
+"""Memory figures, parameters and names, exactly as the paper's tables and DESIGN give them."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+
+from melodi import LanguageModel
+from melodi.config import PRESETS, ModelConfig, preset, sandwich
+
+PAPER = {
+    "transformer-xl": (13_631_488, 0),
+    "block-recurrent": (13_107_200, 0),
+    "memorizing": (13_631_488, 134_217_728),
+    "melodi-s192-l32": (2_555_904, 8_388_608),
+    "melodi-s128-l64": (1_703_936, 16_777_216),
+    "melodi-s192-l96": (2_555_904, 25_165_824),
+    "no-memory": (0, 0),
+}
+PAPER_12 = {
+    "transformer-xl": 12_582_912,
+    "block-recurrent": 12_058_624,
+    "memorizing": 146_800_640,
+    "melodi-s192-l32": 10_747_904,
+    "melodi-s128-l64": 18_350_080,
+    "melodi-s192-l96": 27_525_120,
+    "no-memory": 0,
+}
+LONGER_WINDOWS = {
+    ("transformer-xl", 1024): 27_262_976,
+    ("transformer-xl", 2048): 54_525_952,
+    ("transformer-xl", 3072): 81_788_928,
+    ("block-recurrent", 1024): 25_690_112,
+    ("block-recurrent", 2048): 50_855_936,
+    ("memorizing", 1024): 161_480_704,
+    ("memorizing", 2048): 188_743_680,
+}
+LAPTOP = [name for name in PRESETS if name.startswith("laptop")]
+
+
+def on_meta(config: ModelConfig) -> LanguageModel:
+    with torch.device("meta"):
+        return LanguageModel(config)
+
+
+@pytest.mark.parametrize("name", PAPER)
+def test_thirteen_layers(name: str) -> None:
+    """Table 5's memory column, in floats, by formula and by the state that a model carries."""
+    config = PRESETS[f"paper-{name}"]
+    assert config.memory_floats() == PAPER[name]
+    assert on_meta(config).empty_state(3).num_floats() == sum(PAPER[name])
+
+
+@pytest.mark.parametrize("name", PAPER_12)
+def test_twelve_layers(name: str) -> None:
+    assert sum(PRESETS[f"paper-{name}-12"].memory_floats()) == PAPER_12[name]
+
+
+@pytest.mark.parametrize(("name", "window"), LONGER_WINDOWS)
+def test_longer_windows(name: str, window: int) -> None:
+    """Table 6: a longer window changes the caches and nothing else."""
+    config = replace(PRESETS[f"paper-{name}"], window=window)
+    assert sum(config.memory_floats()) == LONGER_WINDOWS[name, window]
+
+
+def test_the_meliad_dialect_stores_tokens() -> None:
+    """Tokens instead of pairs halve the long-term memory."""
+    config = replace(PRESETS["paper-melodi-s128-l64"], dialect="meliad")
+    assert config.memory_floats() == (1_703_936, 16_777_216 // 2)
+    assert on_meta(config).empty_state(1).num_floats() == sum(config.memory_floats())
+
+
+def test_mixers_are_small() -> None:
+    """The two mixers of a layer hold (W + S)·S·2 weights (Sec. 2.2)."""
+    mixers = on_meta(PRESETS["paper-melodi-s128-l64"]).layers[0].mixers
+    assert mixers["up"].weight.numel() + mixers["right"].weight.numel() == 163_840
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_no_parameter_is_unused(name: str) -> None:
+    """The last summary mixer does not exist: every parameter gets a gradient in two windows."""
+    sizes = dict(vocab_size=11, width=16, num_heads=2, ffn_width=8, window=8, short_term_tokens=4)
+    memories = dict(
+        long_term_tokens=2, long_term_windows=2, recurrent_states=3, memory_slots=16
+    )
+    model = LanguageModel(replace(PRESETS[name], **sizes, **memories))
+    tokens = torch.arange(24)[None] % 11
+    loss, _ = model.loss(tokens, tokens, model.empty_state(1))
+    loss.backward()
+    assert not [name for name, p in model.named_parameters() if p.grad is None]
+
+
+def test_laptop_presets_are_comparable() -> None:
+    """At most two million parameters, equal within 3 %; Memorizing : Melodi stays the paper's 8×."""
+    sizes = {name: on_meta(PRESETS[name]).num_parameters for name in LAPTOP}
+    assert len(sizes) == 5
+    assert max(sizes.values()) <= 2_000_000
+    assert max(sizes.values()) / min(sizes.values()) <= 1.03
+    ratio = sum(PRESETS["laptop-memorizing"].memory_floats()) / sum(
+        PRESETS["laptop-melodi"].memory_floats()
+    )
+    assert ratio == pytest.approx(8, abs=0.05)
+
+
+def test_short_term_layers_are_spread() -> None:
+    """The sandwich is data: kinds follow from where short-term and long-term memory sit."""
+    assert sandwich(4, long_term=(2,)) == ("short", "short", "long", "short")
+    assert sandwich(4, long_term=(1, 2), short_term=(0, 2)) == ("short", "long-only", "long", "plain")
+
+
+def test_config_round_trips_through_json() -> None:
+    for config in PRESETS.values():
+        assert ModelConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+
+
+def test_digest_sees_what_memory_depends_on() -> None:
+    config = PRESETS["laptop-melodi"]
+    assert config.digest() == replace(config, dropout=0.3, head_width=32).digest()
+    assert config.digest() != replace(config, long_term_windows=65).digest()
+    assert config.digest() != replace(config, dialect="paper").digest()
+
+
+def test_unknown_preset() -> None:
+    with pytest.raises(ValueError, match="did you mean 'laptop-melodi'"):
+        preset("laptop-melodie")
+
+
+def melodi(*args: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "melodi", *args]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def test_memory_command() -> None:
+    """`melodi memory --json` lists every preset with exact figures."""
+    rows = {row["preset"]: row for row in json.loads(melodi("memory", "--json").stdout)}
+    assert rows.keys() == PRESETS.keys()
+    row = rows["paper-melodi-s128-l64"]
+    assert (row["short"], row["long"], row["floats"]) == (1_703_936, 16_777_216, 18_481_152)
+    assert row["parameters"] == on_meta(PRESETS["paper-melodi-s128-l64"]).num_parameters
+
+
+def test_memory_command_sizes_variations() -> None:
+    """A flag changes that field only, and a table shows every digit."""
+    (row,) = json.loads(melodi("memory", "--preset", "paper-memorizing", "--window=1024", "--json").stdout)
+    assert row["floats"] == 161_480_704
+    assert "161,480,704" in melodi("memory", "--preset=paper-memorizing", "--window", "1024").stdout
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["memry"], "command 'memry' is unknown"),
+        (["memory", "--preset", "laptop-melod"], "did you mean 'laptop-melodi'?"),
+        (["memory", "--preset"], "--preset lacks a name"),
+        (["memory", "--preset", "laptop-melodi", "--windw", "3"], "--window"),
+        (["memory", "--preset", "laptop-melodi", "--window", "3"], "short_term_tokens=16 exceeds"),
+    ],
+)
+def test_command_errors(args: list[str], message: str) -> None:
+    """One line on standard error, no traceback, and a failing exit code."""
+    done = melodi(*args)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert done.stderr.count("\n") == 1
