@@ -14,8 +14,17 @@ import torch
 from torch import Tensor, nn
 
 from melodi.config import ModelConfig
-from melodi.layers import Gate, Layer, OpenWindow, Pairs, Piece, Seen, Zeros, recollect, written_slots
-from melodi.memory import MemorizingMemory, RecurrentMemory, XLMemory, push
+from melodi.layers import (
+    Gate,
+    Layer,
+    Pairs,
+    Piece,
+    Seen,
+    Zeros,
+    recollect,
+    written_slots,
+)
+from melodi.memory import MemorizingMemory, OpenWindow, RecurrentMemory, XLMemory, push
 from melodi.transformer import (
     AttentionScale,
     Linear,
@@ -121,9 +130,8 @@ class RecurrentLayer(XLLayer):
         self.state = RecurrentState(config)
 
     def empty_memory(self, batch_size: int, zeros: Zeros) -> Any:
-        return RecurrentMemory(
-            *super().empty_memory(batch_size, zeros), zeros(batch_size, *self.size)
-        )
+        keys, values = super().empty_memory(batch_size, zeros)
+        return RecurrentMemory(keys, values, zeros(batch_size, *self.size))
 
     def consult(self, a_BHtE: Tensor, seen: Seen, memory: Any, piece: Piece) -> tuple[Tensor, ...]:
         q_BHtE = split_heads(self.read_query(seen.h_BtD), self.heads[0])

@@ -27,23 +27,25 @@ class MemoryArgs:
     """Print a JSON list instead of a table."""
 
 
+@dataclass
+class VariedMemoryArgs:
+    config: Annotated[ModelConfig, tyro.conf.arg(name="")]
+    json: bool = False
+    """Print a JSON list instead of a table."""
+
+
 def memory(args: list[str]) -> None:
     """What a preset costs: memory in floats and bytes per document, and parameters.
 
     Example: melodi memory --preset paper-melodi-s128-l64 --window 256 --long-term-windows 256
     """
-    chosen, varied = preset_and_rest(args)
-    if chosen is None:
-        parsed = parse(MemoryArgs, "memory", memory, args)
-        print_memory(dict(PRESETS), parsed.json)
-        return
-
-    @dataclass
-    class Varied(MemoryArgs):
-        config: Annotated[ModelConfig, tyro.conf.arg(name="")] = preset(chosen)
-
-    parsed = parse(Varied, "memory", memory, varied)
-    print_memory({chosen: parsed.config}, parsed.json)
+    name, rest = preset_and_rest(args)
+    if name is None:
+        overview = parse(MemoryArgs, "memory", memory, rest)
+        print_memory(dict(PRESETS), overview.json)
+    else:
+        varied = parse(VariedMemoryArgs, "memory", memory, rest, VariedMemoryArgs(preset(name)))
+        print_memory({name: varied.config}, varied.json)
 
 
 def print_memory(configs: dict[str, ModelConfig], as_json: bool) -> None:
@@ -51,7 +53,7 @@ def print_memory(configs: dict[str, ModelConfig], as_json: bool) -> None:
 
     from melodi.model import LanguageModel
 
-    rows = []
+    rows: list[dict[str, Any]] = []
     for name, config in configs.items():
         with torch.device("meta"):
             parameters = LanguageModel(config).num_parameters
@@ -139,13 +141,19 @@ def preset_and_rest(args: list[str]) -> tuple[str | None, list[str]]:
 
 
 def parse(
-    cls: Callable[..., Args], name: str, command: Callable[..., Any], args: list[str]
+    cls: type[Args],
+    name: str,
+    command: Callable[..., Any],
+    args: list[str],
+    default: Any = None,
 ) -> Args:
     """Parses a command's arguments; complaints are folded into one line."""
     complaint = io.StringIO()
     try:
         with contextlib.redirect_stderr(complaint):
-            return tyro.cli(cls, prog=f"melodi {name}", description=command.__doc__, args=args)
+            return tyro.cli(
+                cls, prog=f"melodi {name}", description=command.__doc__, args=args, default=default
+            )
     except SystemExit as end:
         if not end.code:
             raise

@@ -1,6 +1,6 @@
 """What a model is, as data: sizes, layer kinds, dialects, presets.
 
-- A model is a tuple of layer kinds: the paper's sandwich (Fig. 1) is `sandwich(13, long_term=(8,))`.
+- A model is a tuple of layer kinds: the sandwich of Fig. 1 is `sandwich(13, long_term=(8,))`.
 - An ablation is a config value, and a dialect is a record of values: one answer to each question on
   which the paper and the official code (google-research/meliad) disagree.
 - `PRESETS` holds the paper's sizes (Sec. 3.2, Tables 3 and 5) and laptop sizes of the same shape.
@@ -87,7 +87,7 @@ def parse_dialect(text: str) -> Dialect:
         known = get_args(Dialect.__annotations__[key]) or ("true", "false")
         if answer not in known:
             raise ValueError(f"dialect has {key}={answer!r}: choose one of {', '.join(known)}")
-    values = {k: v == "true" if v in ("true", "false") else v for k, v in answers.items()}
+    values: Any = {k: v == "true" if v in ("true", "false") else v for k, v in answers.items()}
     return replace(DIALECTS[name], **values)
 
 
@@ -330,9 +330,7 @@ def _paper_family(num_layers: int, long_term_layer: int) -> dict[str, ModelConfi
     }
     family["transformer-xl"] = _paper(("xl",) * num_layers)
     # The recurrent layer costs about as much as two: the paper gives it one layer fewer.
-    family["block-recurrent"] = _paper(
-        _at(num_layers - 1, -3, "recurrent"), recurrent_states=512
-    )
+    family["block-recurrent"] = _paper(_at(num_layers - 1, -3, "recurrent"), recurrent_states=512)
     family["memorizing"] = _paper(
         _at(num_layers, long_term_layer, "memorizing"), memory_slots=65_536
     )

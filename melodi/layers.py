@@ -160,9 +160,7 @@ class Layer(nn.Module):
         """Keys and values of the slots that precede the window in self-attention."""
         raise NotImplementedError
 
-    def consult(
-        self, a_BHtE: Tensor, seen: Seen, memory: Any, piece: Piece
-    ) -> tuple[Tensor, ...]:
+    def consult(self, a_BHtE: Tensor, seen: Seen, memory: Any, piece: Piece) -> tuple[Tensor, ...]:
         """What else the queries attend to, combined with or put beside self-attention."""
         return (a_BHtE,)
 
@@ -190,7 +188,7 @@ class ShortTermLayer(Layer):
         self.remembers = remembers
         self.width = config.width
         residual = config.rules.mixer == "residual"
-        self.mixers = nn.ModuleDict()
+        self.mixers: dict[str, TokenMixer] = nn.ModuleDict()  # type: ignore[assignment]
         if config.branching and index < config.top_memory_layer:
             self.mixers["up"] = TokenMixer(config, config.short_term_tokens, residual, residual)
         if config.branching and remembers:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from melodi.config import ModelConfig
 from melodi.memory import (
+    LongTermMemory,
     LongTermTokenMemory,
     MemorizingMemory,
     MemoryState,
@@ -53,7 +54,9 @@ def from_official(
     unused = _unused(config)
     for name in sorted(arrays.keys() - {entry.official for entry in entries}):
         if not name.startswith(unused):
-            raise ValueError(f"official parameter {name!r} has no place in a {_family(config)} model")
+            raise ValueError(
+                f"official parameter {name!r} has no place in a {_family(config)} model"
+            )
     with torch.no_grad():
         for entry in entries:
             if entry.official not in arrays:
@@ -76,7 +79,7 @@ def to_official(model: LanguageModel, grads: bool = False) -> Arrays:
             f"dialect={model.config.dialect!r} has no official names: only 'meliad' computes what "
             "the official code computes"
         )
-    ours = dict(model.named_parameters())
+    ours: dict[str, Tensor] = dict(model.named_parameters())
     arrays = {}
     for entry in _entries(model.config):
         tensor = ours[entry.ours]
@@ -88,6 +91,11 @@ def to_official(model: LanguageModel, grads: bool = False) -> Arrays:
 
 def state_to_official(state: MemoryState) -> Arrays:
     """The carried memory under the names of the official evaluation state and database."""
+    if state.config.dialect != "meliad":
+        raise ValueError(
+            f"dialect={state.config.dialect!r} has no official state: only 'meliad' remembers what "
+            "the official code remembers"
+        )
     if state.open_B.any():
         raise ValueError(
             f"the open windows hold {state.open_B.tolist()} tokens, and the official state has "
@@ -102,6 +110,7 @@ def state_to_official(state: MemoryState) -> Arrays:
             if isinstance(memory, LongTermTokenMemory):
                 arrays[f"{prefix}/long_memory/previous_mems_test"] = _array(memory.tokens_BMD)
             continue
+        assert not isinstance(memory, LongTermMemory)
         prefix = _block(family, i)
         cache = f"{prefix}/kvi_cache" if family == "transformer-xl" else prefix
         arrays[f"{cache}/previous_keys_test"] = _array(memory.cache_keys_BHWE.transpose(1, 2))
@@ -143,7 +152,9 @@ def _config(
     if "embed/embedding" not in arrays:
         raise ValueError("official parameter 'embed/embedding' is missing: is this a checkpoint?")
     vocab_size, width = arrays["embed/embedding"].shape
-    indices = [int(m[1]) for n in arrays if (m := re.search(r"(?:transformer|melodi_layers_)(\d+)/", n))]
+    indices = [
+        int(m[1]) for n in arrays if (m := re.search(r"(?:transformer|melodi_layers_)(\d+)/", n))
+    ]
     if not indices:
         raise ValueError("the official parameters name no layer (transformer0, melodi_layers_0)")
     count = max(indices) + 1
@@ -205,9 +216,9 @@ def _melodi_sizes(
             mixers += 1
             if short.shape != (window + summary, summary):
                 raise ValueError(
-                    f"{prefix}/token_mixing_short maps {short.shape[0]} to {short.shape[1]} tokens; "
-                    f"only equal numbers of summary and short-term tokens ({summary}) and a mixer "
-                    f"over window={window} plus summary are supported"
+                    f"{prefix}/token_mixing_short maps {len(short)} to {short.shape[1]} tokens: "
+                    f"only equal numbers of summary and short-term tokens (here {summary}) "
+                    f"over window={window} are supported"
                 )
         if f"{prefix}/attn_gate" in arrays:
             kinds[i] = "long"

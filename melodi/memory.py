@@ -8,8 +8,8 @@
   keys, values and partial mixer sums) is carried beside the memory, only while there is one.
 - A file is safetensors plus a JSON header: no code runs on loading.
 
-Shapes: B rows, S short-term tokens, M slots, W window, P past slots, H heads, E head width, D width,
-R recurrent states, O output tokens of all mixers of a layer.
+Shapes: B rows, S short-term tokens, M slots, W window, P past slots, H heads, E head width,
+D width, R recurrent states, O output tokens of all mixers of a layer.
 """
 
 import json
@@ -275,7 +275,7 @@ def _read(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
     try:
         with safe_open(path, framework="pt") as file:
             header = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except FileNotFoundError:
         raise FileNotFoundError(f"{path} does not exist: give the file that save wrote") from None
     except SafetensorError as error:

@@ -119,7 +119,9 @@ class LanguageModel(nn.Module):
             if whole:
                 open_window = None
             elif open_window is None:
-                open_window = tuple(layer.empty_window(len(open_B), self._zeros) for layer in self.stack)
+                open_window = tuple(
+                    layer.empty_window(len(open_B), self._zeros) for layer in self.stack
+                )
             key = (tokens, closes, tuple(open_B.tolist()), tuple((windows_B == 0).tolist()))
             if key not in sights:
                 sights[key] = self._sight(open_B, windows_B, tokens, closes)
@@ -136,7 +138,9 @@ class LanguageModel(nn.Module):
                 visible_b1tk=sights[key].visible_b1tk,
             )
             x_BtD = self._embed(pages.tokens(start_B, length_B))
-            x_BtD, layers, open_window = self._run(x_BtD, layers, open_window, piece, sights[key].bias)
+            x_BtD, layers, open_window = self._run(
+                x_BtD, layers, open_window, piece, sights[key].bias
+            )
             pages.add(x_BtD, start_B, length_B)
             start_B, left_B = start_B + length_B, left_B - length_B
             windows_B = windows_B + full_B
@@ -172,7 +176,7 @@ class LanguageModel(nn.Module):
         return x_BtD, tuple(memories), None if windows is None else tuple(opened)
 
     def _sight(self, open_B: Tensor, windows_B: Tensor, tokens: int, closes: bool) -> "Sight":
-        """Positions are contiguous over [past; window; summary], and attention is causal on them."""
+        """Positions are contiguous over [past; window; summary]; attention is causal on them."""
         config, rules = self.config, self.config.rules
         past, window = config.past_slots, config.window
         summary = config.short_term_tokens if closes and config.has_summary else 0
@@ -227,7 +231,7 @@ class LanguageModel(nn.Module):
         for what, device in (("tokens", tokens_BT.device), ("state", state.device)):
             if device != weight.device:
                 raise ValueError(
-                    f"{what} on {device}, model on {weight.device}: move with .to('{weight.device}')"
+                    f"{what} on {device}, model on {weight.device}: move it with .to()"
                 )
         if state.dtype != weight.dtype:
             raise ValueError(
@@ -291,7 +295,7 @@ class Embedding(nn.Embedding):
 
 
 class Sight(NamedTuple):
-    """Who sees what within the window, and at which bias; the same for all windows that are alike."""
+    """Who sees what in self-attention, and at which bias; shared by windows that are alike."""
 
     visible_b1tk: Tensor
     bias: dict[str, Tensor]
@@ -315,7 +319,9 @@ class Pages:
 
     def add(self, x_BtD: Tensor, start_B: Tensor, length_B: Tensor) -> None:
         before = sum(piece.size(1) for piece in self.pieces)
-        for row, (start, length) in enumerate(zip(start_B.tolist(), length_B.tolist(), strict=True)):
+        for row, (start, length) in enumerate(
+            zip(start_B.tolist(), length_B.tolist(), strict=True)
+        ):
             self.place_BT[row, start : start + length] = torch.arange(before, before + length)
         self.in_order &= bool((length_B == x_BtD.size(1)).all())
         self.pieces.append(x_BtD)

@@ -1,9 +1,9 @@
-"""The ordinary parts: relative position bias, attention, feed-forward, and the Block that joins them.
+"""The ordinary parts: position bias, attention, feed-forward, and the Block that joins them.
 
 - Pre-norm RMSNorm, no biases in the projections, T5 relative position bias.
-- Queries leave `Block.queries` already scaled, so every attention is a plain softmax of q·k + bias.
-- The Block is split into before (`normed`, `queries`, `keys_values`) and after (`finish`) attention,
-  so that a memory can plug in between. It is the paper's T(x | z) (Eq. 1).
+- Queries leave `Block.queries` already scaled: every attention is a plain softmax of q·k + bias.
+- The Block is the paper's T(x | z) (Eq. 1). It is split into before (`normed`, `queries`,
+  `keys_values`) and after attention (`finish`), so that a memory can plug in between.
 
 Shapes: B rows, t query tokens, k keys, H heads, E head width, D width, N layers, b = 1 or B.
 """

@@ -47,9 +47,7 @@ REFUSED = {
     "no field 'windw': did you mean 'window'": lambda: ModelConfig.from_dict({"windw": 3}),
     "recurrent_states=0": lambda: config(layers=("recurrent",), recurrent_states=0),
     "memory_slots=0": lambda: config(layers=("memorizing",), memory_slots=0),
-    "top_k=16 must be from 1 to memory_slots=15": lambda: config(
-        layers=("memorizing",), top_k=16
-    ),
+    "top_k=16 must be from 1 to memory_slots=15": lambda: config(layers=("memorizing",), top_k=16),
     "dropout=1.5": lambda: config(dropout=1.5),
     "window=0": lambda: config(window=0),
     f"token id {VOCAB} is outside the vocabulary": lambda: call(torch.full((2, 5), VOCAB)),
@@ -57,9 +55,7 @@ REFUSED = {
     r"tokens of shape \(2, 0\) are empty": lambda: call(TOKENS[:, :0]),
     r"tokens of shape \(5,\)": lambda: call(TOKENS[0]),
     "type torch.float32 must be integers": lambda: call(TOKENS.float()),
-    "the state has 3 rows and the tokens have 2": lambda: call(
-        state=make(CONFIG).empty_state(3)
-    ),
+    "the state has 3 rows and the tokens have 2": lambda: call(state=make(CONFIG).empty_state(3)),
     "the state is torch.float32 and the model is torch.float64": lambda: call(
         state=LanguageModel(CONFIG).empty_state(2)
     ),
@@ -71,9 +67,7 @@ REFUSED = {
         state=make(config(long_term_windows=4)).empty_state(2)
     ),
     "made with other weights": lambda: call(state=make(CONFIG, seed=1).empty_state(2)),
-    r"lengths=\[1, 6\] must be one number from 0 to 5": lambda: call(
-        lengths=torch.tensor([1, 6])
-    ),
+    r"lengths=\[1, 6\] must be one number from 0 to 5": lambda: call(lengths=torch.tensor([1, 6])),
     "rows of shape .* must be a mask": lambda: make(CONFIG).empty_state(2).forget([True]),
     r"rows=\[2\] must be indices from 0 to 1": lambda: make(CONFIG).empty_state(2).select([2]),
     "batch_size=0": lambda: make(CONFIG).empty_state(0),

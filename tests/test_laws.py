@@ -1,5 +1,6 @@
 """The laws that every model obeys, whatever its kind and dialect. Each docstring is the law."""
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -52,7 +53,7 @@ def test_causality(config: ModelConfig) -> None:
 @settings(max_examples=5, deadline=None)
 @given(data=st.data())
 def test_any_cut_gives_the_same_logits(config: ModelConfig, data: st.DataObject) -> None:
-    """Whole, per window, in odd chunks or token by token: the logits and the memory are the same."""
+    """Whole, per window, in odd chunks or token by token: same logits, same memory."""
     model = make(config)
     length = data.draw(st.integers(1, 5 * WINDOW + 3))
     tokens = random_tokens(2, length, seed=length)
@@ -60,7 +61,7 @@ def test_any_cut_gives_the_same_logits(config: ModelConfig, data: st.DataObject)
     edges = sorted({0, length, *cuts})
     whole, expected = model(tokens, model.empty_state(2))
     state, parts = model.empty_state(2), []
-    for start, stop in zip(edges, edges[1:], strict=False):
+    for start, stop in itertools.pairwise(edges):
         logits, state = model(tokens[:, start:stop], state)
         parts.append(logits)
     torch.testing.assert_close(torch.cat(parts, 1), whole, **TOLERANCE)
@@ -152,7 +153,7 @@ def test_memory_is_the_only_channel(config: ModelConfig) -> None:
 
 @every_kind
 def test_the_queue_forgets_exactly(config: ModelConfig) -> None:
-    """What a window wrote into a queue is there, and is read, in the next Q windows and no longer."""
+    """What a window wrote into a queue is there, and is read, for Q windows and no longer."""
     model = make(config)
     state = model.empty_state(1)
     written: dict[int, list[Tensor]] = {}

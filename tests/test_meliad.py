@@ -29,9 +29,7 @@ def assert_gradient(ours: np.ndarray, theirs: np.ndarray, name: str) -> None:
     assert_close(ours, theirs, name, 1e-4 * max(np.abs(theirs).max(), 1e-12))
 
 
-@pytest.mark.parametrize(
-    "name", ["melodi", "transformer_xl", "block_recurrent", "memorizing"]
-)
+@pytest.mark.parametrize("name", ["melodi", "transformer_xl", "block_recurrent", "memorizing"])
 def test_equals_the_official_code(name: str) -> None:
     """Across segments and resets, at DESIGN section 3's tolerances."""
     path = OFFICIAL / f"{name}.npz"
@@ -128,9 +126,7 @@ REFUSED = {
     "memory_slots=4 is for Memorizing only": lambda: from_official(
         official("melodi"), 8, long_term_windows=4, memory_slots=4
     ),
-    "bucketed top-k": lambda: from_official(
-        official("memorizing"), 8, memory_slots=32, top_k=8
-    ),
+    "bucketed top-k": lambda: from_official(official("memorizing"), 8, memory_slots=32, top_k=8),
     "only equal numbers of summary and short-term": lambda: from_official(
         with_five_summary_tokens(), 8, long_term_windows=4
     ),

@@ -143,7 +143,9 @@ def test_modules_import_only_from_above() -> None:
     for name in order:
         tree = ast.parse((package / f"{name}.py").read_text())
         top = [node for node in tree.body if isinstance(node, ast.ImportFrom)]
-        used = [node.module.removeprefix("melodi.") for node in top if node.module.startswith("melodi.")]
+        used = [
+            node.module.removeprefix("melodi.") for node in top if node.module.startswith("melodi.")
+        ]
         assert all(order.index(module) < order.index(name) for module in used), name
 
 

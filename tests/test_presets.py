@@ -83,9 +83,7 @@ def test_mixers_are_small() -> None:
 def test_no_parameter_is_unused(name: str) -> None:
     """The last summary mixer does not exist: every parameter gets a gradient in two windows."""
     sizes = dict(vocab_size=11, width=16, num_heads=2, ffn_width=8, window=8, short_term_tokens=4)
-    memories = dict(
-        long_term_tokens=2, long_term_windows=2, recurrent_states=3, memory_slots=16
-    )
+    memories = dict(long_term_tokens=2, long_term_windows=2, recurrent_states=3, memory_slots=16)
     model = LanguageModel(replace(PRESETS[name], **sizes, **memories))
     tokens = torch.arange(24)[None] % 11
     loss, _ = model.loss(tokens, tokens, model.empty_state(1))
@@ -94,7 +92,7 @@ def test_no_parameter_is_unused(name: str) -> None:
 
 
 def test_laptop_presets_are_comparable() -> None:
-    """At most two million parameters, equal within 3 %; Memorizing : Melodi stays the paper's 8×."""
+    """At most 2 M parameters, equal within 3 %; Memorizing : Melodi stays the paper's 8×."""
     sizes = {name: on_meta(PRESETS[name]).num_parameters for name in LAPTOP}
     assert len(sizes) == 5
     assert max(sizes.values()) <= 2_000_000
@@ -108,7 +106,12 @@ def test_laptop_presets_are_comparable() -> None:
 def test_short_term_layers_are_spread() -> None:
     """The sandwich is data: kinds follow from where short-term and long-term memory sit."""
     assert sandwich(4, long_term=(2,)) == ("short", "short", "long", "short")
-    assert sandwich(4, long_term=(1, 2), short_term=(0, 2)) == ("short", "long-only", "long", "plain")
+    assert sandwich(4, long_term=(1, 2), short_term=(0, 2)) == (
+        "short",
+        "long-only",
+        "long",
+        "plain",
+    )
 
 
 def test_config_round_trips_through_json() -> None:
@@ -144,7 +147,9 @@ def test_memory_command() -> None:
 
 def test_memory_command_sizes_variations() -> None:
     """A flag changes that field only, and a table shows every digit."""
-    (row,) = json.loads(melodi("memory", "--preset", "paper-memorizing", "--window=1024", "--json").stdout)
+    (row,) = json.loads(
+        melodi("memory", "--preset", "paper-memorizing", "--window=1024", "--json").stdout
+    )
     assert row["floats"] == 161_480_704
     assert "161,480,704" in melodi("memory", "--preset=paper-memorizing", "--window", "1024").stdout
 

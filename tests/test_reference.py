@@ -39,7 +39,10 @@ def compare(config: ModelConfig, document: list[int], cuts: list[int]) -> None:
     (ours * direction).sum().backward()
     (theirs * direction).sum().backward()
     for name, parameter in model.named_parameters():
-        a, b = (torch.zeros_like(parameter) if g is None else g for g in (parameter.grad, weights[name].grad))
+        a, b = (
+            torch.zeros_like(parameter) if g is None else g
+            for g in (parameter.grad, weights[name].grad)
+        )
         assert (a - b).abs().max() <= 1e-10 + 1e-8 * b.abs().max(), name
 
 

@@ -38,7 +38,7 @@ KINDS = {
     "block-recurrent": replace(_SIZES, layers=("xl", "recurrent", "xl")),
     "memorizing": replace(_SIZES, layers=("xl", "memorizing", "xl")),
     "memorizing-top-k": replace(_SIZES, layers=("xl", "memorizing"), top_k=4),
-    "memorizing-alone": replace(_SIZES, layers=("memorizing",)),
+    "memorizing-alone": replace(_SIZES, layers=("memorizing", "memorizing")),
     "no-memory": replace(_SIZES, layers=("plain", "plain")),
 }
 
