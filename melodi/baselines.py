@@ -11,6 +11,7 @@ Shapes as in layers.py; R state vectors.
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from melodi.config import ModelConfig
@@ -21,10 +22,10 @@ from melodi.layers import (
     Piece,
     Seen,
     Zeros,
-    recollect,
+    filled_slots,
     written_slots,
 )
-from melodi.memory import MemorizingMemory, OpenWindow, RecurrentMemory, XLMemory, push
+from melodi.memory import MemorizingMemory, OpenWindow, RecurrentMemory, XLMemory
 from melodi.transformer import (
     AttentionScale,
     Linear,
@@ -43,7 +44,7 @@ class XLLayer(Layer):
         super().__init__(config, config.window)
 
     def empty_memory(self, batch_size: int, zeros: Zeros) -> Any:
-        return XLMemory(*self._empty_pairs(batch_size, self.window, zeros))
+        return XLMemory(*self.empty_pairs(batch_size, self.window, zeros))
 
     def past(self, memory: Any, window: OpenWindow | None, piece: Piece) -> Pairs:
         return Pairs(memory.cache_keys_BHWE, memory.cache_values_BHWE)
@@ -68,10 +69,6 @@ class XLLayer(Layer):
             cache_values_BHWE=piece.commit(seen.window.values_BHkE, memory.cache_values_BHWE),
         )
 
-    def _empty_pairs(self, batch_size: int, slots: int, zeros: Zeros) -> list[Tensor]:
-        heads, head_width = self.heads
-        return [zeros(batch_size, heads, slots, head_width) for _ in range(2)]
-
 
 class MemorizingLayer(XLLayer):
     """Also attends to the pairs of all earlier windows, densely or to the k best."""
@@ -83,11 +80,13 @@ class MemorizingLayer(XLLayer):
         self.gate = Gate(config, per_channel=False)
 
     def empty_memory(self, batch_size: int, zeros: Zeros) -> Any:
-        cache = super().empty_memory(batch_size, zeros)
-        return MemorizingMemory(*cache, *self._empty_pairs(batch_size, self.slots, zeros))
+        keys, values = super().empty_memory(batch_size, zeros)
+        return MemorizingMemory(keys, values, *self.empty_pairs(batch_size, self.slots, zeros))
 
-    def consult(self, a_BHtE: Tensor, seen: Seen, memory: Any, piece: Piece) -> tuple[Tensor, ...]:
-        part = recollect(piece, self.slots, self.window, self.masked)
+    def cross_attend(
+        self, a_BHtE: Tensor, seen: Seen, memory: Any, piece: Piece
+    ) -> tuple[Tensor, ...]:
+        part = filled_slots(piece, self.slots, self.window, self.masked)
         if part.slots == 0:
             return (a_BHtE,)
         k_BHME = memory.keys_BHME[:, :, -part.slots :]
@@ -103,17 +102,21 @@ class MemorizingLayer(XLLayer):
         else:
             written_B11M = written_slots(piece, part.slots, self.window)
             long_BHtE = attend_best(
-                seen.q_BHtE, k_BHME, v_BHME, written_B11M, self.top_k, self.masked
+                seen.q_BHtE,
+                k_BHME,
+                v_BHME,
+                written_B11M,
+                self.top_k,
+                self.masked,
+                self.block.drop_rate,
             )
         return (self.gate(a_BHtE, long_BHtE, part.empty_B),)
 
     def rewrite(self, seen: Seen, memory: Any, piece: Piece) -> Any:
         memory = super().rewrite(seen, memory, piece)
-        keys = push(memory.keys_BHME, seen.window.keys_BHkE.detach(), dim=2)
-        values = push(memory.values_BHME, seen.window.values_BHkE.detach(), dim=2)
         return memory._replace(
-            keys_BHME=piece.commit(keys, memory.keys_BHME),
-            values_BHME=piece.commit(values, memory.values_BHME),
+            keys_BHME=piece.append(memory.keys_BHME, seen.window.keys_BHkE.detach(), dim=2),
+            values_BHME=piece.append(memory.values_BHME, seen.window.values_BHkE.detach(), dim=2),
         )
 
 
@@ -133,7 +136,9 @@ class RecurrentLayer(XLLayer):
         keys, values = super().empty_memory(batch_size, zeros)
         return RecurrentMemory(keys, values, zeros(batch_size, *self.size))
 
-    def consult(self, a_BHtE: Tensor, seen: Seen, memory: Any, piece: Piece) -> tuple[Tensor, ...]:
+    def cross_attend(
+        self, a_BHtE: Tensor, seen: Seen, memory: Any, piece: Piece
+    ) -> tuple[Tensor, ...]:
         q_BHtE = split_heads(self.read_query(seen.h_BtD), self.heads[0])
         k_BHRE, v_BHRE = self.state.keys_values(self.state.normed(self._states(memory, piece)))
         return a_BHtE, attend(
@@ -144,7 +149,7 @@ class RecurrentLayer(XLLayer):
         k_BHkE = torch.cat([seen.past.keys_BHkE, seen.window.keys_BHkE], dim=2)
         v_BHkE = torch.cat([seen.past.values_BHkE, seen.window.values_BHkE], dim=2)
         visible = None
-        if self.masked and piece.fewest == 0:
+        if self.masked and piece.fewest_windows == 0:
             slot_k = torch.arange(k_BHkE.size(2), device=k_BHkE.device)
             visible_Bk = (slot_k >= self.window) | (piece.windows_B > 0)[:, None]
             visible = visible_Bk[:, None, None, :]
@@ -154,9 +159,10 @@ class RecurrentLayer(XLLayer):
         return memory._replace(c_BRD=piece.commit(new_BRD, memory.c_BRD))
 
     def _states(self, memory: Any, piece: Piece) -> Tensor:
-        """The learned initial state stands in for rows that have read no window yet."""
-        if piece.fewest > 0:
-            return memory.c_BRD
+        """The learned initial state stands in for rows that have read no window yet.
+
+        It is part of the graph even where no row needs it: DDP expects a gradient every time.
+        """
         first_B11 = (piece.windows_B == 0)[:, None, None]
         return torch.where(first_B11, self.state.initial.to(memory.c_BRD), memory.c_BRD)
 
@@ -213,6 +219,7 @@ def attend_best(
     written_B11M: Tensor,
     top_k: int,
     masked: bool = True,
+    dropout: float = 0.0,
 ) -> Tensor:
     """Attention to the k written keys with the largest q·k, exactly; the choice has no gradient.
 
@@ -231,4 +238,5 @@ def attend_best(
 
     logits_BHtK = (q_BHtE[:, :, :, None] * pick(k_BHME)).sum(-1)
     p_BHtK = logits_BHtK.masked_fill(hidden_BHtK, float("-inf")).softmax(-1)
+    p_BHtK = F.dropout(p_BHtK, dropout)
     return (p_BHtK[..., None] * pick(v_BHME)).sum(-2)

@@ -1,22 +1,250 @@
 """The `melodi` command: a coat, not bones. Each command parses, calls the core, and prints.
 
-Errors that a user can cause are one line, without a traceback.
+Errors that a user can cause are one line, without a traceback. Threads are set here and nowhere
+else; heavy modules are imported by the command that needs them.
 """
 
-import contextlib
-import io
 import json
-import re
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Annotated, Any, NoReturn, TypeVar
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
 from melodi.config import PRESETS, ModelConfig, preset
+from melodi.console import fail, parse, print_table, take_option
+from melodi.prepare_command import prepare
+from melodi.run import Machinery, Run, TrainConfig, recipe
 
-Args = TypeVar("Args")
+if TYPE_CHECKING:
+    from melodi.evaluate import Evaluation
+
+Unprefixed = tyro.conf.arg(name="")
+
+
+@dataclass
+class TrainArgs:
+    train: Annotated[TrainConfig, Unprefixed]
+    model: ModelConfig
+    machinery: Annotated[Machinery, Unprefixed] = field(default_factory=Machinery)
+    data: Path | None = None
+    """The token store; needed for a new run."""
+    out: Path = Path("run")
+    """The run folder."""
+    resume: bool = False
+    """Continue the run in --out if there is one."""
+    threads: int | None = None
+    """CPU threads; torch's own choice when not given."""
+    device: str | None = None
+    """cpu, cuda, cuda:1 …; the GPU where there is one."""
+
+
+def train(args: list[str]) -> None:
+    """Preset or config to run folder. Add --preset NAME first to see that preset's defaults.
+
+    Example: melodi train --preset laptop-melodi --data store --out runs/first --steps 300
+    """
+    import torch
+
+    from melodi.data import TokenStore
+    from melodi.distributed import processes
+    from melodi.train import train as train_run
+
+    name, rest = take_option(args, "--preset")
+    out, _ = take_option(rest, "--out")
+    run = Run(out or "run")
+    resumes = "--resume" in rest and run.exists
+    if resumes:
+        model, config, data = run.configs()
+        default = TrainArgs(config, model, data=Path(data["path"]))
+    else:
+        chosen = name or "laptop-melodi"
+        default = TrainArgs(recipe(chosen), preset(chosen))
+    options = parse(TrainArgs, train, rest, default)
+    if name is None and not resumes:
+        raise ValueError("--preset is missing: melodi memory lists all presets")
+    if options.data is None:
+        raise ValueError("--data is missing: make a store with melodi prepare --out STORE")
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    store = TokenStore.open(options.data)
+    if not resumes and not any(arg.startswith("--model.vocab-size") for arg in rest):
+        options.model = replace(options.model, vocab_size=store.vocab_size)
+    with processes(options.device) as group:
+        result = train_run(
+            run.folder, store, options.model, options.train, options.machinery, group, resumes
+        )
+        if group.first and result.predictions:
+            print(
+                f"{run.folder}: {options.train.steps} steps, validation perplexity "
+                f"{result.perplexity:.2f}, {result.bits_per_byte:.3f} bits per byte"
+            )
+
+
+@dataclass
+class EvalArgs:
+    run: tyro.conf.Positional[Path]
+    """A run folder."""
+    data: Path | None = None
+    """A token store made with the same tokenizer; the run's own when not given."""
+    split: str = "test"
+    """train, validation or test."""
+    rows: int = 8
+    """Documents that are read at the same time."""
+    max_tokens: int | None = None
+    """Read whole documents until they hold about this many tokens; all of them when not given."""
+    threads: int | None = None
+    """CPU threads; torch's own choice when not given."""
+    device: str | None = None
+    """cpu, cuda …; the GPU where there is one."""
+    json: bool = False
+    """Print one JSON object instead of a table."""
+
+
+def eval_(args: list[str]) -> None:
+    """Run folder to perplexity on whole documents, with memory and with memory dropped.
+
+    Example: melodi eval runs/first --split validation --json
+    """
+    import torch
+    from tqdm import tqdm
+
+    from melodi.checkpoint import load, write_json
+    from melodi.data import TokenStore
+    from melodi.evaluate import choose, evaluate
+    from melodi.run import check_store
+
+    options = parse(EvalArgs, eval_, args)
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    model = load(options.run)
+    model.to(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    _, config, data = Run(options.run).configs()
+    store = TokenStore.open(options.data or data["path"])
+    check_store(store, data["tokenizer_digest"])
+    documents = store.split(options.split)
+    chosen = choose(documents, options.max_tokens)
+    if not len(documents):
+        raise ValueError(f"the {options.split} split of {store.path} is empty: choose another")
+    tokens = int(sum(documents.lengths[i] for i in chosen))
+    results = []
+    for kept in (True, False):
+        label = "memory kept" if kept else "memory dropped"
+        with tqdm(total=tokens, desc=label, unit="tok", unit_scale=True, disable=None) as bar:
+            results.append(
+                evaluate(
+                    model,
+                    documents,
+                    chosen,
+                    rows=min(options.rows, len(chosen)),
+                    segment_windows=config.segment_windows,
+                    with_memory=kept,
+                    progress=bar.update,
+                )
+            )
+    record = evaluation_record(options.split, *results)
+    write_json(options.run / f"eval-{options.split}.json", record)
+    if options.json:
+        print(json.dumps(record, indent=2))
+    else:
+        print_evaluation(options.run, record)
+
+
+def evaluation_record(split: str, kept: "Evaluation", dropped: "Evaluation") -> dict[str, Any]:
+    return {
+        "split": split,
+        "documents": kept.documents,
+        "tokens": kept.tokens,
+        "predictions": kept.predictions,
+        "bytes": kept.bytes,
+        "perplexity": kept.perplexity,
+        "bits_per_byte": kept.bits_per_byte,
+        "perplexity_without_memory": dropped.perplexity,
+        "bits_per_byte_without_memory": dropped.bits_per_byte,
+        "by_position": kept.by_position(),
+        "by_position_without_memory": dropped.by_position(),
+    }
+
+
+def print_evaluation(run: Path, record: dict[str, Any]) -> None:
+    print_table(
+        f"{run}: {record['documents']} {record['split']} documents, "
+        f"{record['predictions']:,} predictions",
+        ["", "perplexity", "bits per byte"],
+        [
+            ["memory kept", f"{record['perplexity']:.3f}", f"{record['bits_per_byte']:.4f}"],
+            [
+                "memory dropped at every window",
+                f"{record['perplexity_without_memory']:.3f}",
+                f"{record['bits_per_byte_without_memory']:.4f}",
+            ],
+        ],
+    )
+
+
+@dataclass
+class GenerateArgs:
+    run: Path
+    """A run folder."""
+    prompt: str = "\n"
+    """Text to go on from."""
+    max_tokens: int = 200
+    temperature: float = 0.8
+    """0 always takes the most likely token."""
+    top_k: int | None = None
+    """Sample among the k most likely tokens only."""
+    seed: int | None = None
+
+
+def generate(args: list[str]) -> None:
+    """A continuation of a prompt, from a run.
+
+    Example: melodi generate --run runs/first --prompt "def read(" --max-tokens 100 --seed 1
+    """
+    from melodi.checkpoint import load
+    from melodi.stream import StreamReader
+
+    options = parse(GenerateArgs, generate, args)
+    model = load(options.run)
+    ids = model.tokenizer.encode(options.prompt)
+    if not ids:
+        raise ValueError("--prompt is empty: give some text to go on from")
+    reader = StreamReader(model)
+    reader.read(ids)
+    shown = options.prompt
+    print(shown, end="", flush=True)
+    for token in reader.generate(
+        options.max_tokens,
+        options.temperature,
+        options.top_k,
+        options.seed,
+        stop=model.tokenizer.end_of_document,
+    ):
+        ids.append(token)
+        # A character may need several tokens: wait until it is whole.
+        text = model.tokenizer.decode(ids)
+        if not text.endswith("�"):
+            print(text[len(shown) :], end="", flush=True)
+            shown = text
+    print()
+
+
+@dataclass
+class ReportArgs:
+    run: tyro.conf.Positional[Path]
+    """A run folder."""
+
+
+def report(args: list[str]) -> None:
+    """Run folder to plots: loss, gates, and what the memory is worth (extra: plot).
+
+    Example: melodi report runs/first
+    """
+    from melodi.report import plot_run
+
+    print(plot_run(parse(ReportArgs, report, args).run))
 
 
 @dataclass
@@ -29,7 +257,7 @@ class MemoryArgs:
 
 @dataclass
 class VariedMemoryArgs:
-    config: Annotated[ModelConfig, tyro.conf.arg(name="")]
+    config: Annotated[ModelConfig, Unprefixed]
     json: bool = False
     """Print a JSON list instead of a table."""
 
@@ -39,12 +267,15 @@ def memory(args: list[str]) -> None:
 
     Example: melodi memory --preset paper-melodi-s128-l64 --window 256 --long-term-windows 256
     """
-    name, rest = preset_and_rest(args)
+    name, rest = take_option(args, "--preset")
     if name is None:
-        overview = parse(MemoryArgs, "memory", memory, rest)
+        for flag in (arg for arg in rest if arg.startswith("--")):
+            if flag.removeprefix("--").replace("-", "_") in ModelConfig.__dataclass_fields__:
+                raise ValueError(f"{flag} changes a preset: add --preset NAME")
+        overview = parse(MemoryArgs, memory, rest)
         print_memory(dict(PRESETS), overview.json)
     else:
-        varied = parse(VariedMemoryArgs, "memory", memory, rest, VariedMemoryArgs(preset(name)))
+        varied = parse(VariedMemoryArgs, memory, rest, VariedMemoryArgs(preset(name)))
         print_memory({name: varied.config}, varied.json)
 
 
@@ -87,7 +318,14 @@ def print_memory(configs: dict[str, ModelConfig], as_json: bool) -> None:
     )
 
 
-COMMANDS: dict[str, Callable[[list[str]], None]] = {"memory": memory}
+COMMANDS: dict[str, Callable[[list[str]], None]] = {
+    "prepare": prepare,
+    "train": train,
+    "eval": eval_,
+    "generate": generate,
+    "report": report,
+    "memory": memory,
+}
 
 
 def main(args: list[str] | None = None) -> None:
@@ -107,11 +345,17 @@ def main(args: list[str] | None = None) -> None:
     try:
         COMMANDS[name](rest)
     except (ValueError, OSError) as error:
-        fail(str(error))
+        fail(" ".join(str(error).split()))
+    except KeyboardInterrupt as stop:
+        print(f"melodi: {stop or 'interrupted'}", file=sys.stderr)
+        sys.exit(130)
 
 
 def usage() -> str:
-    lines = [f"  {name:<10} {_first_line(command)}" for name, command in COMMANDS.items()]
+    lines = [
+        f"  {name:<10} {(command.__doc__ or '').partition(chr(10))[0]}"
+        for name, command in COMMANDS.items()
+    ]
     return "\n".join(
         [
             "usage: melodi COMMAND [OPTIONS]",
@@ -121,61 +365,3 @@ def usage() -> str:
             "melodi COMMAND --help explains a command and gives an example.",
         ]
     )
-
-
-def fail(message: str) -> NoReturn:
-    print(f"melodi: error: {message}", file=sys.stderr)
-    sys.exit(2)
-
-
-def preset_and_rest(args: list[str]) -> tuple[str | None, list[str]]:
-    """Takes `--preset NAME` out of the arguments: it decides what the other defaults are."""
-    for i, arg in enumerate(args):
-        if arg == "--preset":
-            if i + 1 == len(args):
-                raise ValueError("--preset lacks a name: melodi memory lists all presets")
-            return args[i + 1], args[:i] + args[i + 2 :]
-        if arg.startswith("--preset="):
-            return arg.partition("=")[2], args[:i] + args[i + 1 :]
-    return None, args
-
-
-def parse(
-    cls: type[Args],
-    name: str,
-    command: Callable[..., Any],
-    args: list[str],
-    default: Any = None,
-) -> Args:
-    """Parses a command's arguments; complaints are folded into one line."""
-    complaint = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(complaint):
-            return tyro.cli(
-                cls, prog=f"melodi {name}", description=command.__doc__, args=args, default=default
-            )
-    except SystemExit as end:
-        if not end.code:
-            raise
-        # The box's title line and the pointer to --help are left out.
-        body = re.sub(r"^╭.*$|For full helptext.*", "", complaint.getvalue(), flags=re.M)
-        fail(" ".join(re.sub(r"[─-╿]", " ", body).split()))
-
-
-def print_table(title: str, columns: list[str], rows: list[list[str]]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title=title, title_justify="left")
-    for i, column in enumerate(columns):
-        table.add_column(column, justify="right" if i else "left", no_wrap=True)
-    for row in rows:
-        table.add_row(*row)
-    # Figures are never cut short, however narrow the terminal.
-    console = Console()
-    console.width = max(console.width, Console(width=1000).measure(table).maximum)
-    console.print(table)
-
-
-def _first_line(command: Callable[..., Any]) -> str:
-    return (command.__doc__ or "").partition("\n")[0]

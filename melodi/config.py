@@ -149,7 +149,7 @@ class ModelConfig:
         return any(kind in MELODI_KINDS for kind in self.layers)
 
     @property
-    def top_memory_layer(self) -> int:
+    def last_summary_layer(self) -> int:
         """The last layer that needs summary tokens: it has no M_up, and none run above it."""
         return max((i for i, k in enumerate(self.layers) if k in MELODI_KINDS), default=-1)
 
@@ -278,7 +278,9 @@ def _check_baselines(c: ModelConfig) -> None:
     for kind, name in (("recurrent", "recurrent_states"), ("memorizing", "memory_slots")):
         if kind in c.layers and getattr(c, name) < 1:
             raise ValueError(f"{name}={getattr(c, name)}: a {kind!r} layer needs at least 1")
-    if c.top_k is not None and not 1 <= c.top_k <= max(c.memory_slots, 1):
+    if c.top_k is not None and "memorizing" not in c.layers:
+        raise ValueError(f"top_k={c.top_k} without effect: there is no 'memorizing' layer")
+    if c.top_k is not None and not 1 <= c.top_k <= c.memory_slots:
         raise ValueError(
             f"top_k={c.top_k} must be from 1 to memory_slots={c.memory_slots}, or None for all"
         )

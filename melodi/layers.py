@@ -40,9 +40,9 @@ class Piece:
     """Some row begins a window."""
     closes: bool
     """Some row fills its window: summary tokens run, and memory is rewritten."""
-    fewest: int
+    fewest_windows: int
     """Windows read so far by the row that has read least."""
-    most: int
+    most_windows: int
     """Windows read so far by the row that has read most."""
     windows_B: Tensor
     position_B: Tensor
@@ -58,6 +58,10 @@ class Piece:
         """The new memory in rows that fill their window, the old one in the others."""
         new = new.to(old.dtype)
         return new if self.whole else _where(self.full_B, new, old)
+
+    def append(self, queue: Tensor, new: Tensor, dim: int) -> Tensor:
+        """The queue with the entries of a window that is full; as it was in the other rows."""
+        return self.commit(push(queue, new, dim), queue)
 
     def add_to_window(self, new_BHtE: Tensor, window_BHWE: Tensor) -> Tensor:
         """Writes the piece's context tokens into their slots of the open window."""
@@ -140,7 +144,7 @@ class Layer(nn.Module):
             piece.visible_b1tk[..., queries, keys],
         )
 
-        y_BtD = self.block.finish(xu_BtD, *self.consult(a_BHtE, seen, memory, piece))
+        y_BtD = self.block.finish(xu_BtD, *self.cross_attend(a_BHtE, seen, memory, piece))
         x_BtD, u_BSD = y_BtD[:, :tokens], None if u_BSD is None else y_BtD[:, tokens:]
         if window is not None:
             window = window._replace(keys_BHWE=own.keys_BHkE, values_BHWE=own.values_BHkE)
@@ -151,16 +155,22 @@ class Layer(nn.Module):
 
     def empty_window(self, batch_size: int, zeros: Zeros) -> OpenWindow:
         """An open window without tokens."""
-        heads, width = self.heads
-        past = zeros(batch_size, heads, 0, width)
-        own = zeros(batch_size, heads, self.window, width)
-        return OpenWindow(past, past, own, own, zeros(batch_size, 0, 0))
+        past = self.empty_pairs(batch_size, 0, zeros)
+        own = self.empty_pairs(batch_size, self.window, zeros)
+        return OpenWindow(*past, *own, zeros(batch_size, 0, 0))
+
+    def empty_pairs(self, batch_size: int, slots: int, zeros: Zeros) -> Pairs:
+        heads, head_width = self.heads
+        size = (batch_size, heads, slots, head_width)
+        return Pairs(zeros(*size), zeros(*size))
 
     def past(self, memory: Any, window: OpenWindow | None, piece: Piece) -> Pairs:
         """Keys and values of the slots that precede the window in self-attention."""
         raise NotImplementedError
 
-    def consult(self, a_BHtE: Tensor, seen: Seen, memory: Any, piece: Piece) -> tuple[Tensor, ...]:
+    def cross_attend(
+        self, a_BHtE: Tensor, seen: Seen, memory: Any, piece: Piece
+    ) -> tuple[Tensor, ...]:
         """What else the queries attend to, combined with or put beside self-attention."""
         return (a_BHtE,)
 
@@ -180,7 +190,8 @@ class Layer(nn.Module):
 class ShortTermLayer(Layer):
     """z', x', u' = h(z, x, u): short-term memory, rewritten by the summary of every window.
 
-    With `remembers=False` it has no z and no M_right (the paper's Fig. 7), but still hands on u.
+    With `remembers=False` it has no z and no M_right, but still hands on u (the paper's Fig. 7); in
+    a stack without summary tokens it is then an ordinary transformer layer.
     """
 
     def __init__(self, config: ModelConfig, index: int, remembers: bool = True) -> None:
@@ -189,7 +200,7 @@ class ShortTermLayer(Layer):
         self.width = config.width
         residual = config.rules.mixer == "residual"
         self.mixers: dict[str, TokenMixer] = nn.ModuleDict()  # type: ignore[assignment]
-        if config.branching and index < config.top_memory_layer:
+        if config.branching and index < config.last_summary_layer:
             self.mixers["up"] = TokenMixer(config, config.short_term_tokens, residual, residual)
         if config.branching and remembers:
             self.mixers["right"] = TokenMixer(config, config.short_term_tokens, residual, residual)
@@ -198,16 +209,12 @@ class ShortTermLayer(Layer):
         return ShortTermMemory(zeros(batch_size, self.past_slots, self.width))
 
     def empty_window(self, batch_size: int, zeros: Zeros) -> OpenWindow:
-        heads, head_width = self.heads
-        past = zeros(batch_size, heads, self.past_slots, head_width)
-        return (
-            super()
-            .empty_window(batch_size, zeros)
-            ._replace(
-                past_keys_BHPE=past,
-                past_values_BHPE=past,
-                sums_BOD=zeros(batch_size, sum(self._outputs()), self.width),
-            )
+        past = self.empty_pairs(batch_size, self.past_slots, zeros)
+        window = super().empty_window(batch_size, zeros)
+        return window._replace(
+            past_keys_BHPE=past.keys_BHkE,
+            past_values_BHPE=past.values_BHkE,
+            sums_BOD=zeros(batch_size, sum(self._outputs()), self.width),
         )
 
     def past(self, memory: Any, window: OpenWindow | None, piece: Piece) -> Pairs:
@@ -234,7 +241,8 @@ class ShortTermLayer(Layer):
         if window is not None:
             before = window.sums_BOD.split(self._outputs(), dim=1)
             sums = {name: a + b for (name, a), b in zip(sums.items(), before, strict=True)}
-            after_BOD = torch.cat([*sums.values(), window.sums_BOD[:, :0]], dim=1)
+            nothing_B0D = window.sums_BOD[:, :0]  # for layers without mixers
+            after_BOD = torch.cat([*sums.values(), nothing_B0D], dim=1)
             window = window._replace(
                 past_keys_BHPE=seen.past.keys_BHkE,
                 past_values_BHPE=seen.past.values_BHkE,
@@ -282,12 +290,12 @@ class LongTermLayer(ShortTermLayer):
         z_BSD = zeros(batch_size, self.past_slots, self.width)
         if not self.stores_pairs:
             return LongTermTokenMemory(z_BSD, zeros(batch_size, self.slots, self.width))
-        heads, head_width = self.heads
-        pairs = [zeros(batch_size, heads, self.slots, head_width) for _ in range(2)]
-        return LongTermMemory(z_BSD, *pairs)
+        return LongTermMemory(z_BSD, *self.empty_pairs(batch_size, self.slots, zeros))
 
-    def consult(self, a_BHtE: Tensor, seen: Seen, memory: Any, piece: Piece) -> tuple[Tensor, ...]:
-        part = recollect(piece, self.slots, self.tokens, self.masked)
+    def cross_attend(
+        self, a_BHtE: Tensor, seen: Seen, memory: Any, piece: Piece
+    ) -> tuple[Tensor, ...]:
+        part = filled_slots(piece, self.slots, self.tokens, self.masked)
         if part.slots == 0:
             return (a_BHtE,)
         if self.stores_pairs:
@@ -307,12 +315,13 @@ class LongTermLayer(ShortTermLayer):
         up_BSD, memory = super().compress(sums, u_BSD, memory, piece)
         m_BLD = memory.z_BSD if self.copies else self.mixers["long"](sums["long"], u_BSD)
         if not self.stores_pairs:
-            tokens = piece.commit(push(memory.tokens_BMD, m_BLD, dim=1), memory.tokens_BMD)
-            return up_BSD, memory._replace(tokens_BMD=tokens)
+            tokens_BMD = piece.append(memory.tokens_BMD, m_BLD, dim=1)
+            return up_BSD, memory._replace(tokens_BMD=tokens_BMD)
         new = self._project(m_BLD)
-        keys = piece.commit(push(memory.keys_BHME, new.keys_BHkE, dim=2), memory.keys_BHME)
-        values = piece.commit(push(memory.values_BHME, new.values_BHkE, dim=2), memory.values_BHME)
-        return up_BSD, memory._replace(keys_BHME=keys, values_BHME=values)
+        return up_BSD, memory._replace(
+            keys_BHME=piece.append(memory.keys_BHME, new.keys_BHkE, dim=2),
+            values_BHME=piece.append(memory.values_BHME, new.values_BHkE, dim=2),
+        )
 
 
 class TokenMixer(nn.Module):
@@ -361,20 +370,20 @@ class Gate(nn.Module):
             start = math.log(GATE_START / (1 - GATE_START))
             self.logit = nn.Parameter(torch.full((config.num_heads,), start))
 
-    def share(self) -> Tensor:
-        """α: how much of the result comes from long-term memory; (H, 1, E or 1)."""
+    def alpha(self) -> Tensor:
+        """How much of the result comes from long-term memory; (H, 1, E or 1)."""
         if self.per_channel:
             return torch.sigmoid(-self.logit)[:, None, :]
         return torch.sigmoid(self.logit)[:, None, None]
 
     def forward(self, self_BHtE: Tensor, long_BHtE: Tensor, empty_B: Tensor | None) -> Tensor:
-        share = self.share()
+        alpha = self.alpha()
         if empty_B is not None:
-            share = share.masked_fill(empty_B[:, None, None, None], 0)
-        return self_BHtE + share * (long_BHtE - self_BHtE)
+            alpha = alpha.masked_fill(empty_B[:, None, None, None], 0)
+        return self_BHtE + alpha * (long_BHtE - self_BHtE)
 
 
-class Recollection(NamedTuple):
+class FilledSlots(NamedTuple):
     """The part of a queue worth reading."""
 
     slots: int
@@ -385,16 +394,16 @@ class Recollection(NamedTuple):
     """Rows that remember nothing; None where there are none."""
 
 
-def recollect(piece: Piece, slots: int, per_window: int, masked: bool) -> Recollection:
+def filled_slots(piece: Piece, slots: int, per_window: int, masked: bool) -> FilledSlots:
     """Which slots of a queue to read when every window has pushed `per_window` entries."""
     if not masked:
-        return Recollection(slots, None, None)
-    count = min(piece.most * per_window, slots)
-    if piece.fewest * per_window >= count:
-        return Recollection(count, None, None)
+        return FilledSlots(slots, None, None)
+    count = min(piece.most_windows * per_window, slots)
+    if piece.fewest_windows * per_window >= count:
+        return FilledSlots(count, None, None)
     empty_B = piece.windows_B == 0
     visible_B11M = written_slots(piece, count, per_window) | empty_B[:, None, None, None]
-    return Recollection(count, visible_B11M, empty_B)
+    return FilledSlots(count, visible_B11M, empty_B)
 
 
 def written_slots(piece: Piece, slots: int, per_window: int) -> Tensor:

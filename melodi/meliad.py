@@ -59,9 +59,7 @@ def from_official(
             )
     with torch.no_grad():
         for entry in entries:
-            if entry.official not in arrays:
-                raise ValueError(f"official parameter {entry.official!r} is missing")
-            array = arrays[entry.official]
+            array = _needed_array(arrays, entry.official)
             tensor = torch.from_numpy(np.array(array.T if entry.transposed else array))
             if tensor.shape != ours[entry.ours].shape:
                 raise ValueError(
@@ -101,6 +99,7 @@ def state_to_official(state: MemoryState) -> Arrays:
             f"the open windows hold {state.open_B.tolist()} tokens, and the official state has "
             "none: read up to the end of a window"
         )
+    _check_kinds(state.config)
     arrays: Arrays = {}
     family = _family(state.config)
     for i, memory in enumerate(state.layers):
@@ -149,36 +148,22 @@ def _config(
     top_k: int | None,
 ) -> ModelConfig:
     """Reads the architecture off the official names and shapes."""
-    if "embed/embedding" not in arrays:
-        raise ValueError("official parameter 'embed/embedding' is missing: is this a checkpoint?")
-    vocab_size, width = arrays["embed/embedding"].shape
-    indices = [
-        int(m[1]) for n in arrays if (m := re.search(r"(?:transformer|melodi_layers_)(\d+)/", n))
-    ]
-    if not indices:
-        raise ValueError("the official parameters name no layer (transformer0, melodi_layers_0)")
-    count = max(indices) + 1
-    melodi = "layer_stack/summary_embeddings" in arrays
-    sizes: dict[str, Any] = {}
-    if melodi:
+    vocab_size, width = _needed_array(arrays, "embed/embedding").shape
+    layer = re.compile(r"(?:transformer|melodi_layers_)(\d+)/")
+    indices = {int(match[1]) for name in arrays if (match := layer.search(name))}
+    if indices != set(range(len(indices))) or not indices:
+        raise ValueError(
+            f"the official parameters name layers {sorted(indices)}: expected 0, 1, 2 …"
+        )
+    if "layer_stack/summary_embeddings" in arrays:
         family = "melodi"
-        sizes = _melodi_sizes(arrays, window, count, long_term_windows)
+        sizes = _melodi_sizes(arrays, window, len(indices), long_term_windows)
     else:
         family = "transformer-xl" if "layer_stack/final_layernorm/scale" in arrays else "memory"
-        kinds = ["xl"] * count
-        for i in range(count):
-            prefix = _block(family, i)
-            if f"{prefix}/recurrent_initial_state" in arrays:
-                kinds[i] = "recurrent"
-                sizes["recurrent_states"] = len(arrays[f"{prefix}/recurrent_initial_state"])
-            elif f"{prefix}/external_memory_bias" in arrays:
-                kinds[i] = "memorizing"
-                sizes["memory_slots"] = _needed("memory_slots", memory_slots, "Memorizing")
-        sizes["layers"] = tuple(kinds)
-    memorizing = "memory_slots" in sizes
-    if long_term_windows is not None and not melodi:
+        sizes = _baseline_sizes(arrays, family, len(indices), memory_slots)
+    if long_term_windows is not None and family != "melodi":
         raise ValueError(f"long_term_windows={long_term_windows} is for Melodi only: leave it out")
-    if memory_slots is not None and not memorizing:
+    if memory_slots is not None and "memory_slots" not in sizes:
         raise ValueError(f"memory_slots={memory_slots} is for Memorizing only: leave it out")
     if top_k is not None and top_k != memory_slots:
         raise ValueError(
@@ -186,19 +171,41 @@ def _config(
             "reproduced; leave top_k out to read the whole memory"
         )
     first = f"{_block(family, 0)}/tbase"
-    heads = len(arrays[f"{first}/_kvq/attention_scale"])
-    inner = arrays[f"{first}/_kvq/queries_layer/kernel"].shape[1]
-    ffn = "mlp_layer/input_layer" if melodi else "hidden0"
+    ffn = "mlp_layer/input_layer" if family == "melodi" else "hidden0"
+    heads, inner, ffn_width = (
+        _needed_array(arrays, f"{first}/{name}").shape[-1]
+        for name in (
+            "_kvq/attention_scale",
+            "_kvq/queries_layer/kernel",
+            f"ffn/{ffn}/kernel",
+        )
+    )
     return ModelConfig(
         vocab_size=vocab_size,
         width=width,
         num_heads=heads,
         head_width=inner // heads,
-        ffn_width=arrays[f"{first}/ffn/{ffn}/kernel"].shape[1],
+        ffn_width=ffn_width,
         window=window,
         dialect="meliad",
         **sizes,
     )
+
+
+def _baseline_sizes(
+    arrays: Arrays, family: str, count: int, memory_slots: int | None
+) -> dict[str, Any]:
+    sizes: dict[str, Any] = {}
+    kinds = ["xl"] * count
+    for i in range(count):
+        prefix = _block(family, i)
+        if f"{prefix}/recurrent_initial_state" in arrays:
+            kinds[i] = "recurrent"
+            sizes["recurrent_states"] = len(arrays[f"{prefix}/recurrent_initial_state"])
+        elif f"{prefix}/external_memory_bias" in arrays:
+            kinds[i] = "memorizing"
+            sizes["memory_slots"] = _needed("memory_slots", memory_slots, "Memorizing")
+    return {**sizes, "layers": tuple(kinds)}
 
 
 def _melodi_sizes(
@@ -230,6 +237,12 @@ def _melodi_sizes(
     return sizes
 
 
+def _needed_array(arrays: Arrays, name: str) -> np.ndarray:
+    if name not in arrays:
+        raise ValueError(f"official parameter {name!r} is missing: is the checkpoint whole?")
+    return arrays[name]
+
+
 def _needed(name: str, value: int | None, family: str) -> int:
     if value is None:
         raise ValueError(f"{name} cannot be read off an official {family} checkpoint: give {name}=")
@@ -240,6 +253,12 @@ def _family(config: ModelConfig) -> str:
     if config.has_summary:
         return "melodi"
     return "transformer-xl" if set(config.layers) == {"xl"} else "memory"
+
+
+def _check_kinds(config: ModelConfig) -> None:
+    for kind in config.layers:
+        if kind in ("plain", "long-only"):
+            raise ValueError(f"layer kind {kind!r} has no counterpart in the official code")
 
 
 def _block(family: str, index: int) -> str:
@@ -257,6 +276,7 @@ def _unused(config: ModelConfig) -> str:
 
 def _entries(config: ModelConfig) -> list[Entry]:
     """Every parameter of the model under both names."""
+    _check_kinds(config)
     family = _family(config)
     root = "" if family == "memory" else "layer_stack/"
     entries = [
@@ -309,7 +329,7 @@ def _block_entries(config: ModelConfig, i: int, kind: str, family: str) -> list[
 def _melodi_entries(config: ModelConfig, i: int, kind: str) -> list[Entry]:
     prefix, entries = _block("melodi", i), []
     branches = {"right": "token_mixing_short"}
-    if i < config.top_memory_layer:
+    if i < config.last_summary_layer:
         branches["up"] = "token_mixing_summary"
     for name, official in branches.items() if config.branching else ():
         ours = f"layers.{i}.mixers.{name}"

@@ -18,7 +18,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -171,21 +173,23 @@ class MemoryState:
 
     def select(self, rows: Tensor | Sequence[int]) -> "MemoryState":
         """These rows (indices, or a mask), in this order; a row may be taken several times."""
-        index = torch.as_tensor(rows, device="cpu")
+        index = torch.as_tensor(rows).cpu()
         if index.dtype == torch.bool:
             self._check_mask(index)
             index = index.nonzero().flatten()
-        index = index.long()
-        if index.dim() != 1 or bool(((index < 0) | (index >= self.batch_size)).any()):
+        outside = ((index < 0) | (index >= self.batch_size)).any()
+        if index.dim() != 1 or index.is_floating_point() or outside:
             raise ValueError(
                 f"rows={index.tolist()} must be indices from 0 to {self.batch_size - 1}, or a mask"
             )
         state = self._map(lambda tensor: tensor[index.to(tensor.device)])
-        return replace(state, windows_B=self.windows_B[index], open_B=self.open_B[index])
+        return replace(
+            state, windows_B=self.windows_B[index], open_B=self.open_B[index]
+        )._close_if_done()
 
-    def forget(self, rows: Tensor | Sequence[bool]) -> "MemoryState":
+    def forget(self, rows: Tensor | Sequence[bool] | NDArray[np.bool_]) -> "MemoryState":
         """These rows, a mask, start a new document: their memory is dropped."""
-        mask_B = torch.as_tensor(rows, device="cpu")
+        mask_B = torch.as_tensor(rows).cpu()
         self._check_mask(mask_B)
         if not mask_B.any():
             return self
@@ -194,11 +198,10 @@ class MemoryState:
             mask = mask_B.to(tensor.device).view(-1, *[1] * (tensor.dim() - 1))
             return tensor.masked_fill(mask, 0)
 
-        open_B = self.open_B.masked_fill(mask_B, 0)
         return replace(
             self._map(drop),
             windows_B=self.windows_B.masked_fill(mask_B, 0),
-            open_B=open_B,
+            open_B=self.open_B.masked_fill(mask_B, 0),
         )._close_if_done()
 
     def save(self, path: str | Path) -> None:
@@ -220,15 +223,36 @@ class MemoryState:
         }
         # Written beside and moved into place: a file is either whole or absent.
         partial = Path(f"{path}.partial")
-        save_file(tensors, partial, header)
-        partial.replace(path)
+        try:
+            save_file(tensors, partial, header)
+            partial.replace(path)
+        except (SafetensorError, OSError) as error:
+            partial.unlink(missing_ok=True)
+            raise OSError(f"the memory cannot be written to {path}: {error}") from None
+
+    @classmethod
+    def cat(cls, states: "Sequence[MemoryState]") -> "MemoryState":
+        """The rows of several states of one model, one after the other, between two windows."""
+        first = states[0]
+        if any(state.open_window is not None for state in states):
+            raise ValueError("states with an open window cannot be joined: read to a window's end")
+        layers = [
+            type(memories[0])(*map(torch.cat, zip(*memories, strict=True)))
+            for memories in zip(*[state.layers for state in states], strict=True)
+        ]
+        return replace(
+            first,
+            windows_B=torch.cat([state.windows_B for state in states]),
+            open_B=torch.cat([state.open_B for state in states]),
+            layers=tuple(layers),
+        )
 
     @classmethod
     def load(cls, path: str | Path) -> "MemoryState":
         """Reads what `save` wrote; the model checks the digests when the state is first used."""
         header, tensors = _read(Path(path))
-        config = ModelConfig.from_dict(json.loads(header["config"]))
         try:
+            config = ModelConfig.from_dict(json.loads(header["config"]))
             layers = tuple(
                 _gather(memory_class(config, kind), f"layers.{i}", tensors)
                 for i, kind in enumerate(config.layers)
@@ -238,6 +262,8 @@ class MemoryState:
                 for i in range(len(config.layers))
                 if f"open_window.{i}.sums_BOD" in tensors
             )
+            if bool(tensors["open"].any()) != bool(open_window):
+                raise KeyError("open_window")
             return cls(
                 config=config,
                 owner=Fingerprint(header["config_digest"], header["weights_digest"]),
@@ -248,6 +274,8 @@ class MemoryState:
             )
         except KeyError as error:
             raise ValueError(f"{path} lacks {error}: it is damaged; save the memory anew") from None
+        except ValueError as error:
+            raise ValueError(f"{path} is damaged: {error}") from None
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> "MemoryState":
         def map_layer(memory: Any) -> Any:
@@ -278,7 +306,7 @@ def _read(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except FileNotFoundError:
         raise FileNotFoundError(f"{path} does not exist: give the file that save wrote") from None
-    except SafetensorError as error:
+    except (SafetensorError, OSError) as error:
         raise ValueError(f"{path} is not a memory file: {error}") from None
     if header.get("format") != FORMAT:
         raise ValueError(f"{path} is not a memory file: give one that MemoryState.save wrote")

@@ -13,6 +13,7 @@ Shapes: B rows, T tokens, t tokens of a piece, S summary tokens, D width, V voca
 
 import hashlib
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -28,12 +29,22 @@ from melodi.transformer import RelativePositionBias, RMSNorm, randomise
 
 LOSS_CHUNK = 2048
 """Predictions whose logits exist at the same time in `LanguageModel.loss`."""
+MANY = 1 << 31
+"""More windows than any queue holds."""
+INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 class LanguageModel(nn.Module):
+    tokenizer: Any
+    """Set by `load`: the tokenizer that the model was trained with."""
+
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
+        self.checkpoint_windows = False
+        """Keep only what windows carry, and compute the rest again in the backward pass."""
+        self.static_shapes = False
+        """Read whole queues, full or not, so that compiled layers see one shape."""
         unit = config.rules.embedding == "unit"
         self.input_scale = 1.0 if unit else math.sqrt(config.width)
         self.output_scale = 1 / math.sqrt(config.width) if unit else 1.0
@@ -49,14 +60,18 @@ class LanguageModel(nn.Module):
         self.final_norm = RMSNorm(config.width)
 
     def forward(
-        self, tokens_BT: Tensor, state: MemoryState, lengths: Tensor | None = None
+        self,
+        tokens_BT: Tensor,
+        state: MemoryState,
+        lengths: Tensor | Sequence[int] | None = None,
     ) -> tuple[Tensor, MemoryState]:
         """Logits for the token after each token, and the memory after the last.
 
         `lengths` gives the number of real tokens per row; the rest is padding at the right, which
         is not read, and whose logits are zero.
         """
-        self._check(tokens_BT, state, lengths)
+        lengths = self._checked_lengths(tokens_BT, lengths)
+        tokens_BT = self._checked(tokens_BT, state, lengths)
         x_BTD, state = self._read(tokens_BT, state, lengths)
         return self._logits(x_BTD), state
 
@@ -64,13 +79,20 @@ class LanguageModel(nn.Module):
         self, tokens_BT: Tensor, targets_BT: Tensor, state: MemoryState
     ) -> tuple[Tensor, MemoryState]:
         """Mean nats per target, and the memory after the last token. Targets of -1 are ignored."""
-        self._check(tokens_BT, state)
-        self._check_targets(tokens_BT, targets_BT)
+        nats_BT, state = self.nats(tokens_BT, targets_BT, state)
+        return nats_BT.sum() / (targets_BT >= 0).sum().clamp(min=1), state
+
+    def nats(
+        self, tokens_BT: Tensor, targets_BT: Tensor, state: MemoryState
+    ) -> tuple[Tensor, MemoryState]:
+        """Nats of each target, zero where it is -1. Few logits exist at the same time."""
+        tokens_BT = self._checked(tokens_BT, state)
+        targets_BT = self._checked_targets(tokens_BT, targets_BT)
         x_BTD, state = self._read(tokens_BT, state)
         x_nD, targets_n = x_BTD.flatten(0, 1), targets_BT.flatten()
         chunks = zip(x_nD.split(LOSS_CHUNK), targets_n.split(LOSS_CHUNK), strict=True)
         nats = [checkpoint(self._nats, *chunk, use_reentrant=False) for chunk in chunks]
-        return torch.stack(nats).sum() / (targets_n >= 0).sum().clamp(min=1), state
+        return torch.cat(nats).view_as(targets_BT), state
 
     def empty_state(self, batch_size: int) -> MemoryState:
         """The memory of rows that have read nothing."""
@@ -89,6 +111,8 @@ class LanguageModel(nn.Module):
         digest = hashlib.blake2b(digest_size=16)
         for name, tensor in sorted(self.state_dict().items()):
             digest.update(name.encode())
+            if hasattr(tensor, "full_tensor"):  # sharded: every process must ask at the same time
+                tensor = tensor.full_tensor()
             digest.update(tensor.cpu().contiguous().view(torch.uint8).numpy().data)
         return Fingerprint(self.config.digest(), digest.hexdigest())
 
@@ -104,81 +128,94 @@ class LanguageModel(nn.Module):
         self, tokens_BT: Tensor, state: MemoryState, lengths: Tensor | None = None
     ) -> tuple[Tensor, MemoryState]:
         """The final hidden vectors. Each row advances by at most one window at a time."""
-        window, device = self.config.window, tokens_BT.device
+        window, rows = self.config.window, state.batch_size
         windows_B, open_B = state.windows_B, state.open_B
-        left_B = torch.full_like(open_B, tokens_BT.size(1)) if lengths is None else lengths.cpu()
+        left_B = torch.full_like(open_B, tokens_BT.size(1)) if lengths is None else lengths
         start_B = torch.zeros_like(open_B)
-        layers, open_window = state.layers, state.open_window
-        sights: dict[Any, Sight] = {}
-        pages = Pages(tokens_BT, self._zeros(len(open_B), 0, self.config.width))
+        memory, opened = state.layers, state.open_window
+        pages = Pages(tokens_BT, self._zeros(rows, 0, self.config.width))
+        sights: dict[tuple[bool, ...], Sight] = {}
         while left_B.any():
             length_B = torch.minimum(left_B, window - open_B)
-            full_B = open_B + length_B == window
-            tokens, closes = int(length_B.max()), bool(full_B.any())
-            whole = bool((length_B == window).all())
-            if whole:
-                open_window = None
-            elif open_window is None:
-                open_window = tuple(
-                    layer.empty_window(len(open_B), self._zeros) for layer in self.stack
-                )
-            key = (tokens, closes, tuple(open_B.tolist()), tuple((windows_B == 0).tolist()))
-            if key not in sights:
-                sights[key] = self._sight(open_B, windows_B, tokens, closes)
-            piece = Piece(
-                whole=whole,
-                opens=bool((open_B == 0).any()),
-                closes=closes,
-                fewest=int(windows_B.min()),
-                most=int(windows_B.max()),
-                windows_B=windows_B.to(device),
-                position_B=open_B.to(device),
-                length_B=length_B.to(device),
-                full_B=full_B.to(device),
-                visible_b1tk=sights[key].visible_b1tk,
-            )
-            x_BtD = self._embed(pages.tokens(start_B, length_B))
-            x_BtD, layers, open_window = self._run(
-                x_BtD, layers, open_window, piece, sights[key].bias
+            if bool((length_B == window).all()):
+                opened = None
+                # Whole windows look alike but for which rows have a past.
+                alike = tuple((windows_B > 0).tolist())
+                if alike not in sights:
+                    sights[alike] = self._sight(windows_B, open_B, length_B)
+                sight = sights[alike]
+            else:
+                sight = self._sight(windows_B, open_B, length_B)
+                if opened is None:
+                    opened = tuple(layer.empty_window(rows, self._zeros) for layer in self.stack)
+            piece = self._piece(windows_B, open_B, length_B, sight.visible_b1tk)
+            x_BtD, memory, opened = self._run(
+                pages.tokens(start_B, length_B), memory, opened, piece, sight.bias
             )
             pages.add(x_BtD, start_B, length_B)
             start_B, left_B = start_B + length_B, left_B - length_B
-            windows_B = windows_B + full_B
-            open_B = torch.where(full_B, 0, open_B + length_B)
-        if not open_B.any():
-            open_window = None
-        state = MemoryState(self.config, self, windows_B, open_B, layers, open_window)
+            full_B = open_B + length_B == window
+            windows_B, open_B = windows_B + full_B, torch.where(full_B, 0, open_B + length_B)
+        state = MemoryState(
+            self.config, self, windows_B, open_B, memory, opened if open_B.any() else None
+        )
         x_BTD = self.final_norm(pages.together())
         return F.dropout(x_BTD, self.config.dropout, self.training), state
 
-    def _run(
+    def _piece(
+        self, windows_B: Tensor, open_B: Tensor, length_B: Tensor, visible_b1tk: Tensor
+    ) -> Piece:
+        full_B = open_B + length_B == self.config.window
+        device = visible_b1tk.device
+        return Piece(
+            whole=bool((length_B == self.config.window).all()),
+            opens=bool((open_B == 0).any()),
+            closes=bool(full_B.any()),
+            fewest_windows=0 if self.static_shapes else int(windows_B.min()),
+            most_windows=MANY if self.static_shapes else int(windows_B.max()),
+            windows_B=windows_B.to(device),
+            position_B=open_B.to(device),
+            length_B=length_B.to(device),
+            full_B=full_B.to(device),
+            visible_b1tk=visible_b1tk,
+        )
+
+    def _run(self, *args: Any) -> Any:
+        """One piece through the stack; under `checkpoint_windows` only its edges are kept."""
+        if self.checkpoint_windows and torch.is_grad_enabled():
+            return checkpoint(self._run_stack, *args, use_reentrant=False)
+        return self._run_stack(*args)
+
+    def _run_stack(
         self,
-        x_BtD: Tensor,
-        layers: tuple[Any, ...],
-        windows: tuple[OpenWindow, ...] | None,
+        tokens_Bt: Tensor,
+        memory: tuple[Any, ...],
+        opened: tuple[OpenWindow, ...] | None,
         piece: Piece,
         bias: dict[str, Tensor],
     ) -> tuple[Tensor, tuple[Any, ...], tuple[OpenWindow, ...] | None]:
-        """One piece through the stack. Summary tokens run only when a window is full."""
+        """Summary tokens run only when a window is full, and up to the last layer with memory."""
+        x_BtD = self.embedding(tokens_Bt) * self.input_scale
         u_BSD = None
         if piece.closes and self.summary is not None:
-            u_BSD = self.summary.to(x_BtD.dtype).expand(x_BtD.size(0), -1, -1)
-        memories, opened = [], []
+            u_BSD = self.summary.expand(x_BtD.size(0), -1, -1)
+        memories, windows = [], []
         for i, layer in enumerate(self.layers):
-            window = None if windows is None else windows[i]
-            x_BtD, u_BSD, memory, window = layer(
-                x_BtD, u_BSD, layers[i], window, piece, bias.get(str(i))
+            window = None if opened is None else opened[i]
+            x_BtD, u_BSD, layer_memory, window = layer(
+                x_BtD, u_BSD, memory[i], window, piece, bias.get(str(i))
             )
-            if i >= self.config.top_memory_layer:
+            if i >= self.config.last_summary_layer:
                 u_BSD = None
-            memories.append(memory)
-            opened.append(window)
-        return x_BtD, tuple(memories), None if windows is None else tuple(opened)
+            memories.append(layer_memory)
+            windows.append(window)
+        return x_BtD, tuple(memories), None if opened is None else tuple(windows)
 
-    def _sight(self, open_B: Tensor, windows_B: Tensor, tokens: int, closes: bool) -> "Sight":
+    def _sight(self, windows_B: Tensor, open_B: Tensor, length_B: Tensor) -> "Sight":
         """Positions are contiguous over [past; window; summary]; attention is causal on them."""
         config, rules = self.config, self.config.rules
-        past, window = config.past_slots, config.window
+        past, window, tokens = config.past_slots, config.window, int(length_B.max())
+        closes = bool((open_B + length_B == window).any())
         summary = config.short_term_tokens if closes and config.has_summary else 0
         key_k = torch.arange(past + window + summary, device="cpu")
         context_bt = past + _agreed(open_B)[:, None] + torch.arange(tokens, device="cpu")
@@ -197,24 +234,23 @@ class LanguageModel(nn.Module):
             bias=self.position_bias(distance_btk.to(device)),
         )
 
-    def _embed(self, tokens_Bt: Tensor) -> Tensor:
-        return self.embedding(tokens_Bt) * self.input_scale
-
     def _logits(self, x_BTD: Tensor) -> Tensor:
         return F.linear(x_BTD, self.embedding.weight) * self.output_scale
 
     def _nats(self, x_nD: Tensor, targets_n: Tensor) -> Tensor:
         logits_nV = self._logits(x_nD)
         exact = torch.promote_types(logits_nV.dtype, torch.float32)
-        return F.cross_entropy(logits_nV.to(exact), targets_n, ignore_index=-1, reduction="sum")
+        return F.cross_entropy(logits_nV.to(exact), targets_n, ignore_index=-1, reduction="none")
 
     def _zeros(self, *size: int) -> Tensor:
         weight = self.embedding.weight
         return torch.zeros(size, device=weight.device, dtype=weight.dtype)
 
-    def _check(self, tokens_BT: Tensor, state: MemoryState, lengths: Tensor | None = None) -> None:
-        """Refuses bad input in one line, before anything is computed."""
-        if tokens_BT.dim() != 2 or tokens_BT.is_floating_point() or tokens_BT.dtype == torch.bool:
+    def _checked(
+        self, tokens_BT: Tensor, state: MemoryState, lengths: Tensor | None = None
+    ) -> Tensor:
+        """The tokens, padding as 0. Bad input is refused in one line, before any computation."""
+        if tokens_BT.dim() != 2 or tokens_BT.dtype not in INTEGERS:
             raise ValueError(
                 f"tokens of shape {tuple(tokens_BT.shape)} and type {tokens_BT.dtype} must be "
                 "integers of shape (rows, tokens)"
@@ -239,42 +275,36 @@ class LanguageModel(nn.Module):
                 "use a state made by this model's empty_state"
             )
         self._check_owner(state)
-        self._check_ids("token", tokens_BT, lowest=0)
-        if lengths is not None and (
-            lengths.shape != (rows,) or bool(((lengths < 0) | (lengths > length)).any())
-        ):
-            raise ValueError(
-                f"lengths={lengths.tolist()} must be one number from 0 to {length} for each of "
-                f"the {rows} rows"
-            )
+        if lengths is not None:
+            padding_BT = torch.arange(length) >= lengths[:, None]
+            tokens_BT = tokens_BT.masked_fill(padding_BT.to(tokens_BT.device), 0)
+        return self._checked_ids("token", tokens_BT, lowest=0)
 
-    def _check_owner(self, state: MemoryState) -> None:
-        if state.owner is self:
-            return
-        if (theirs := state.config.digest()) != (ours := self.config.digest()):
+    def _checked_lengths(self, tokens_BT: Tensor, lengths: Any) -> Tensor | None:
+        if lengths is None:
+            return None
+        lengths, length = torch.as_tensor(lengths).cpu(), tokens_BT.size(-1)
+        bad_type = lengths.dtype not in INTEGERS or lengths.shape != tokens_BT.shape[:1]
+        if bad_type or bool(((lengths < 0) | (lengths > length)).any()):
             raise ValueError(
-                f"the state belongs to another architecture ({theirs}, this model is {ours}): "
-                "use it with the model that made it"
+                f"lengths={lengths.tolist()} must be one whole number from 0 to {length} for each "
+                f"of the {len(tokens_BT)} rows"
             )
-        if self.embedding.weight.is_meta:
-            return
-        if (theirs := state.owner.fingerprint().weights) != (ours := self.fingerprint().weights):
-            raise ValueError(
-                f"the state was made with other weights ({theirs}, this model has {ours}): "
-                "use it with the model that made it, or read the document again"
-            )
+        return lengths.long()
 
-    def _check_targets(self, tokens_BT: Tensor, targets_BT: Tensor) -> None:
-        if targets_BT.shape != tokens_BT.shape:
+    def _checked_targets(self, tokens_BT: Tensor, targets_BT: Tensor) -> Tensor:
+        if targets_BT.shape != tokens_BT.shape or targets_BT.device != tokens_BT.device:
             raise ValueError(
-                f"targets of shape {tuple(targets_BT.shape)} must have the shape of the tokens, "
-                f"{tuple(tokens_BT.shape)}"
+                f"targets of shape {tuple(targets_BT.shape)} on {targets_BT.device} must be as the "
+                f"tokens, {tuple(tokens_BT.shape)} on {tokens_BT.device}"
             )
-        self._check_ids("target", targets_BT, lowest=-1)
+        if targets_BT.dtype not in INTEGERS:
+            raise ValueError(f"targets of type {targets_BT.dtype} must be integers")
+        return self._checked_ids("target", targets_BT, lowest=-1)
 
-    def _check_ids(self, what: str, ids: Tensor, lowest: int) -> None:
+    def _checked_ids(self, what: str, ids: Tensor, lowest: int) -> Tensor:
         if ids.is_meta:
-            return
+            return ids.long()
         low, high = (int(bound) for bound in torch.stack(ids.aminmax()).tolist())
         if low < lowest or high >= self.config.vocab_size:
             raise ValueError(
@@ -282,6 +312,31 @@ class LanguageModel(nn.Module):
                 f"ids go from 0 to {self.config.vocab_size - 1}"
                 + (", and -1 is ignored" if lowest < 0 else "")
             )
+        return ids.long()
+
+    def _check_owner(self, state: MemoryState) -> None:
+        """A state that this model did not make must come from the same architecture and weights."""
+        if state.owner is self:
+            return
+        meta = self.embedding.weight.is_meta
+        theirs = Fingerprint(state.config.digest(), "") if meta else state.owner.fingerprint()
+        ours = Fingerprint(self.config.digest(), "") if meta else self.fingerprint()
+        if theirs.config != ours.config:
+            raise ValueError(
+                f"the state belongs to another architecture ({theirs.config}, this model is "
+                f"{ours.config}): use it with the model that made it"
+            )
+        if theirs.weights != ours.weights:
+            raise ValueError(
+                f"the state was made with other weights ({theirs.weights}, this model has "
+                f"{ours.weights}): use it with the model that made it, or read the document again"
+            )
+        for i, (layer, empty) in enumerate(
+            zip(state.layers, self.empty_state(1).layers, strict=True)
+        ):
+            shapes = [tuple(tensor.shape[1:]) for tensor in layer]
+            if shapes != [tuple(tensor.shape[1:]) for tensor in empty]:
+                raise ValueError(f"the state is damaged: layer {i} has shapes {shapes}")
 
 
 class Embedding(nn.Embedding):

@@ -46,7 +46,7 @@ def draw(config: ModelConfig) -> LanguageModel:
 
 
 def draw_tokens(config: ModelConfig, segment: int) -> Tensor:
-    # Two windows a segment, as long as the official Memorizing writes one window at a time.
+    # The official Memorizing is only defined for one window a segment.
     windows = 1 if "memorizing" in config.layers else 2
     rng = np.random.default_rng(segment + 1)
     return torch.from_numpy(rng.integers(0, config.vocab_size, (ROWS, windows * config.window)))

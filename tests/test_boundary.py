@@ -5,9 +5,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from zoo import KINDS, VOCAB, WINDOW, ZOO, make, random_tokens
 
+import melodi
 from melodi import LanguageModel, MemoryState, ModelConfig
 from melodi.config import sandwich
 
@@ -67,7 +69,15 @@ REFUSED = {
         state=make(config(long_term_windows=4)).empty_state(2)
     ),
     "made with other weights": lambda: call(state=make(CONFIG, seed=1).empty_state(2)),
-    r"lengths=\[1, 6\] must be one number from 0 to 5": lambda: call(lengths=torch.tensor([1, 6])),
+    r"lengths=\[1, 6\] must be one whole number": lambda: call(lengths=torch.tensor([1, 6])),
+    r"lengths=\[1.0, 2.0\] must be one whole number": lambda: call(lengths=[1.0, 2.0]),
+    "targets of type torch.float32": lambda: make(CONFIG).loss(
+        TOKENS, TOKENS.float(), make(CONFIG).empty_state(2)
+    ),
+    "on meta must be as the tokens": lambda: make(CONFIG).loss(
+        TOKENS, TOKENS.to("meta"), make(CONFIG).empty_state(2)
+    ),
+    r"rows=\[0.5\] must be indices": lambda: make(CONFIG).empty_state(2).select([0.5]),
     "rows of shape .* must be a mask": lambda: make(CONFIG).empty_state(2).forget([True]),
     r"rows=\[2\] must be indices from 0 to 1": lambda: make(CONFIG).empty_state(2).select([2]),
     "batch_size=0": lambda: make(CONFIG).empty_state(0),
@@ -145,15 +155,59 @@ def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="has version 9"):
         MemoryState.load(path)
     path.write_bytes(whole)
-    tensors = load_file(path)
-    del tensors["layers.0.z_BSD"]
-    from safetensors import safe_open
-
     with safe_open(path, "pt") as file:
         header = file.metadata()
-    save_file(tensors, path, header)
-    with pytest.raises(ValueError, match="damaged"):
+    tensors = load_file(path)
+    lacking = {name: tensor for name, tensor in tensors.items() if name != "layers.0.z_BSD"}
+    save_file(lacking, path, header)
+    with pytest.raises(ValueError, match=r"lacks 'layers.0.*': it is damaged"):
         MemoryState.load(path)
+    save_file(tensors | {"open": torch.ones(1, dtype=torch.long)}, path, header)
+    with pytest.raises(ValueError, match="lacks 'open_window': it is damaged"):
+        MemoryState.load(path)
+    save_file(tensors, path, {**header, "config": "{"})
+    with pytest.raises(ValueError, match="is damaged"):
+        MemoryState.load(path)
+    with pytest.raises(ValueError, match="not a memory file"):
+        MemoryState.load(tmp_path)
+    save_file(tensors | {"layers.0.z_BSD": torch.zeros(1, 2, 12).double()}, path, header)
+    with pytest.raises(ValueError, match="damaged: layer 0 has shapes"):
+        make(CONFIG)(TOKENS[:1], MemoryState.load(path))
+    save_file(tensors, path, {**header, "config_digest": "0" * 16})
+    with pytest.raises(ValueError, match="another architecture"):
+        make(CONFIG)(TOKENS[:1], MemoryState.load(path))
+
+
+def test_saving_replaces_the_whole_file_or_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A save that fails leaves the earlier file as it was, and nothing beside it."""
+    path = tmp_path / "memory.safetensors"
+    make(CONFIG).empty_state(1).save(path)
+    before = path.read_bytes()
+
+    def full_disk(*_: object) -> None:
+        path.with_name(f"{path.name}.partial").write_bytes(b"half")
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(melodi.memory, "save_file", full_disk)
+    with pytest.raises(OSError, match="no space left"):
+        make(CONFIG).empty_state(2).save(path)
+    assert path.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_small_integers_and_any_padding_are_fine() -> None:
+    """Token ids of every integer type are read alike, and padding may hold anything."""
+    model = make(CONFIG)
+    expected, _ = model(TOKENS, model.empty_state(2))
+    for dtype in (torch.int32, torch.int16, torch.int8, torch.uint8):
+        logits, _ = model(TOKENS.to(dtype), model.empty_state(2))
+        assert torch.equal(logits, expected)
+    model.loss(TOKENS.int(), TOKENS.int(), model.empty_state(2))
+    padded = torch.cat([TOKENS, torch.full((2, 2), -100)], dim=1)
+    logits, _ = model(padded, model.empty_state(2), lengths=[5, 5])
+    assert torch.equal(logits[:, :5], expected)
 
 
 @pytest.mark.parametrize("config", ZOO.values(), ids=ZOO.keys())

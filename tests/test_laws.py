@@ -219,6 +219,19 @@ def test_gradients_reach_the_mixers_and_stop_at_the_edge(config: ModelConfig) ->
 
 
 @every_kind
+def test_detach_stops_every_gradient(config: ModelConfig) -> None:
+    """In the middle of a window too, nothing before the edge of a segment has a gradient."""
+    model = make(config)
+    inputs = watch_inputs(model)
+    _, state = model(random_tokens(1, 2 * WINDOW + 3), model.empty_state(1))
+    before = len(inputs)
+    logits, _ = model(random_tokens(1, WINDOW, seed=1), state.detach())
+    assert (input_gradient(logits, inputs[:before]) == 0).all()
+    logits, _ = model(random_tokens(1, WINDOW, seed=1), state)
+    assert (input_gradient(logits, inputs[:before])[0, -3:] > 0).all()
+
+
+@every_kind
 def test_memory_size(config: ModelConfig) -> None:
     """The floats that a row carries are those of the formula, before and after reading."""
     model = make(config)

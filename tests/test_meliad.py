@@ -1,6 +1,7 @@
 """The dialect `meliad` equals the official code: logits, loss, every gradient, carried memory."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -139,6 +140,12 @@ REFUSED = {
     ),
     "'default' has no official names": lambda: to_official(
         LanguageModel(ModelConfig(vocab_size=4, width=4, num_heads=1, layers=("xl",)))
+    ),
+    "layer kind 'plain' has no counterpart": lambda: to_official(
+        LanguageModel(replace(CONFIGS["melodi"], layers=("plain", "short")))
+    ),
+    "name layers ": lambda: from_official(
+        {k: v for k, v in official("transformer-xl").items() if "transformer0" not in k}, 8
     ),
     "read up to the end of a window": lambda: state_to_official(
         draw(CONFIGS["melodi"])(torch.zeros(1, 3).long(), draw(CONFIGS["melodi"]).empty_state(1))[1]

@@ -39,6 +39,33 @@ def test_loss_is_the_cross_entropy_of_the_logits(
             torch.testing.assert_close(parameter.grad, grad)
 
 
+def test_loss_holds_few_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No more logits exist at the same time than a chunk's, backward too."""
+    model, sizes = make(KINDS["melodi"]), []
+    logits = model._logits
+    monkeypatch.setattr(melodi.model, "LOSS_CHUNK", 5)
+    monkeypatch.setattr(model, "_logits", lambda x: sizes.append(len(x)) or logits(x))
+    tokens = random_tokens(2, 2 * WINDOW)
+    model.loss(tokens, tokens, model.empty_state(2))[0].backward()
+    assert sizes == [5, 5, 5, 5, 4] * 1 + [4, 5, 5, 5, 5]
+
+
+@every_kind
+@pytest.mark.parametrize("switch", ["checkpoint_windows", "static_shapes"])
+def test_switches_change_no_number(config: ModelConfig, switch: str) -> None:
+    """Recomputing windows and reading whole queues give the same loss and gradients."""
+    grads = []
+    for on in (False, True):
+        model = make(config)
+        setattr(model, switch, on)
+        tokens = random_tokens(2, 4 * WINDOW)
+        loss, _ = model.loss(tokens, tokens, model.empty_state(2))
+        loss.backward()
+        grads.append([loss, *(p.grad for p in model.parameters() if p.grad is not None)])
+    for a, b in zip(*grads, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
+
+
 def test_loss_without_targets_is_zero() -> None:
     model = make(KINDS["melodi"])
     tokens = random_tokens(1, 3)
@@ -57,6 +84,30 @@ def test_dropout_is_for_training_only(config: ModelConfig) -> None:
     one, _ = model(tokens, model.empty_state(1))
     other, _ = model(tokens, model.empty_state(1))
     assert not torch.allclose(one, other)
+
+
+def test_dropout_is_where_the_official_code_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the pre-attention norm, on attention, after the FFN, and before the logits."""
+    places: list[tuple[int, ...] | str] = []
+    attention, dropout = F.scaled_dot_product_attention, F.dropout
+
+    def watched_attention(*args: object, dropout_p: float, **kwargs: object) -> torch.Tensor:
+        places.append(f"attention {dropout_p}")
+        return attention(*args, dropout_p=dropout_p, **kwargs)
+
+    def watched_dropout(x: torch.Tensor, p: float, training: bool) -> torch.Tensor:
+        places.append(tuple(x.shape[1:]))
+        return dropout(x, p, training)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", watched_attention)
+    monkeypatch.setattr(F, "dropout", watched_dropout)
+    model = make(replace(KINDS["melodi"], layers=("long",), dropout=0.25)).train()
+    model(random_tokens(1, 2 * WINDOW), model.empty_state(1))
+    width, summary = model.config.width, model.config.short_term_tokens
+    xu, z, m = (WINDOW + summary, width), (summary, width), (2, width)
+    first = [xu, z, "attention 0.25", xu, m]
+    second = [xu, z, "attention 0.25", "attention 0.25", xu, m]
+    assert places == [*first, *second, (2 * WINDOW, width)]
 
 
 @pytest.mark.parametrize("config", KINDS.values(), ids=KINDS.keys())
@@ -138,14 +189,15 @@ def test_top_k_of_everything_is_dense() -> None:
 
 def test_modules_import_only_from_above() -> None:
     """Data flows one way through the package."""
-    order = ["config", "transformer", "memory", "layers", "baselines", "model", "meliad", "cli"]
+    order = ["config", "transformer", "memory", "layers", "baselines", "model", "meliad"]
+    order += ["tokenizer", "corpus", "draft", "data", "optim", "checkpoint", "distributed"]
+    order += ["evaluate", "run", "train", "stream", "report", "console", "prepare_command", "cli"]
     package = Path(melodi.__file__).parent
+    assert {path.stem for path in package.glob("[a-z]*.py")} == set(order)
     for name in order:
         tree = ast.parse((package / f"{name}.py").read_text())
-        top = [node for node in tree.body if isinstance(node, ast.ImportFrom)]
-        used = [
-            node.module.removeprefix("melodi.") for node in top if node.module.startswith("melodi.")
-        ]
+        top = [str(node.module) for node in tree.body if isinstance(node, ast.ImportFrom)]
+        used = [module.removeprefix("melodi.") for module in top if module.startswith("melodi.")]
         assert all(order.index(module) < order.index(name) for module in used), name
 
 

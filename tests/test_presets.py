@@ -54,6 +54,41 @@ def test_thirteen_layers(name: str) -> None:
     assert on_meta(config).empty_state(3).num_floats() == sum(PAPER[name])
 
 
+def test_the_papers_sizes() -> None:
+    """Sec. 3.2 and Appendix B: sizes, dropout, and where the memories sit."""
+    for name, config in PRESETS.items():
+        if name.startswith("paper-"):
+            sizes = (config.vocab_size, config.width, config.num_heads, config.head_size)
+            assert sizes == (32_000, 1024, 8, 128)
+            assert (config.ffn_width, config.window, config.dropout) == (4096, 512, 0.05)
+            assert config.dialect == "default"
+    for suffix, count, middle in (("", 13, 8), ("-12", 12, 6)):
+        melodi = PRESETS[f"paper-melodi-s128-l64{suffix}"].layers
+        assert melodi == tuple("long" if i == middle else "short" for i in range(count))
+        memorizing = PRESETS[f"paper-memorizing{suffix}"].layers
+        assert memorizing == tuple("memorizing" if i == middle else "xl" for i in range(count))
+        recurrent = PRESETS[f"paper-block-recurrent{suffix}"].layers
+        assert recurrent == ("xl",) * (count - 4) + ("recurrent", "xl", "xl")
+        assert PRESETS[f"paper-transformer-xl{suffix}"].layers == ("xl",) * count
+        assert PRESETS[f"paper-no-memory{suffix}"].layers == ("plain",) * count
+
+
+def test_starts() -> None:
+    """Where parameters begin: gates at 0.2, scales at 1 or √E, the rest by its size."""
+    torch.manual_seed(0)
+    model = LanguageModel(PRESETS["laptop-melodi"])
+    assert model.layers[3].gate.alpha().flatten().tolist() == pytest.approx([0.2] * 4)
+    assert model.embedding.weight.std().item() == pytest.approx(128**-0.5, rel=0.05)
+    assert model.layers[0].block.query.weight.std().item() == pytest.approx(0.88 * 128**-0.5, rel=0.05)
+    assert model.summary.std().item() == pytest.approx(0.88 * 0.25, rel=0.1)
+    official = LanguageModel(replace(PRESETS["laptop-melodi"], dialect="meliad"))
+    assert official.embedding.weight.std().item() == pytest.approx(1, rel=0.05)
+    assert (official.layers[0].block.scale.factor == 1).all()
+    assert official.layers[3].gate.logit.std().item() == pytest.approx(0.88 * 0.25, rel=0.3)
+    rooted = replace(PRESETS["laptop-melodi"], dialect="default,attention=normalised-root")
+    assert LanguageModel(rooted).layers[0].block.scale.factor.tolist() == pytest.approx([32**0.5] * 4)
+
+
 @pytest.mark.parametrize("name", PAPER_12)
 def test_twelve_layers(name: str) -> None:
     assert sum(PRESETS[f"paper-{name}-12"].memory_floats()) == PAPER_12[name]
@@ -124,6 +159,8 @@ def test_digest_sees_what_memory_depends_on() -> None:
     assert config.digest() == replace(config, dropout=0.3, head_width=32).digest()
     assert config.digest() != replace(config, long_term_windows=65).digest()
     assert config.digest() != replace(config, dialect="paper").digest()
+    spelled_out = "paper,mixer=residual,embedding=root"
+    assert config.digest() == replace(config, dialect=spelled_out).digest()
 
 
 def test_unknown_preset() -> None:
@@ -142,6 +179,7 @@ def test_memory_command() -> None:
     assert rows.keys() == PRESETS.keys()
     row = rows["paper-melodi-s128-l64"]
     assert (row["short"], row["long"], row["floats"]) == (1_703_936, 16_777_216, 18_481_152)
+    assert (row["bytes_fp32"], row["bytes_bf16"]) == (4 * 18_481_152, 2 * 18_481_152)
     assert row["parameters"] == on_meta(PRESETS["paper-melodi-s128-l64"]).num_parameters
 
 
@@ -159,8 +197,10 @@ def test_memory_command_sizes_variations() -> None:
     [
         (["memry"], "command 'memry' is unknown"),
         (["memory", "--preset", "laptop-melod"], "did you mean 'laptop-melodi'?"),
-        (["memory", "--preset"], "--preset lacks a name"),
+        (["memory", "--preset"], "--preset lacks a value"),
+        (["memory", "--window", "3"], "--window changes a preset: add --preset NAME"),
         (["memory", "--preset", "laptop-melodi", "--windw", "3"], "--window"),
+        (["memory", "--preset", "laptop-melodi", "--top-k", "3"], "no 'memorizing' layer"),
         (["memory", "--preset", "laptop-melodi", "--window", "3"], "short_term_tokens=16 exceeds"),
     ],
 )

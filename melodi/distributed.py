@@ -1,0 +1,126 @@
+"""One process or many: plain torch, started by torchrun.
+
+- Rows are global: each process owns a contiguous share of them, with their memory.
+- DDP by default; FSDP2 (`fully_shard`) for models that do not fit on one device. The windows are
+  looped over inside one forward, so the layers stay gathered for a whole segment.
+- Sums are reduced in float64, so that every process reports the same numbers.
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from melodi.memory import MemoryState
+from melodi.model import LanguageModel
+
+
+@dataclass(frozen=True)
+class Processes:
+    """This process among all."""
+
+    rank: int
+    world: int
+    device: torch.device
+
+    @property
+    def first(self) -> bool:
+        return self.rank == 0
+
+    def share(self, rows: int) -> range:
+        """The global rows of this process."""
+        if rows % self.world:
+            raise ValueError(
+                f"rows={rows} cannot be shared by {self.world} processes: choose a multiple"
+            )
+        each = rows // self.world
+        return range(self.rank * each, (self.rank + 1) * each)
+
+    def barrier(self) -> None:
+        if self.world > 1:
+            dist.barrier()
+
+    def total(self, *values: float) -> list[float]:
+        """Sums over all processes."""
+        tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
+        if self.world > 1:
+            dist.all_reduce(tensor)
+        return tensor.tolist()
+
+    def any(self, flag: bool) -> bool:
+        return self.total(float(flag))[0] > 0
+
+
+@contextmanager
+def processes(device: str | None = None) -> Iterator[Processes]:
+    """Joins the processes that torchrun started, or stands alone."""
+    local = int(os.environ.get("LOCAL_RANK", 0))
+    if device is None:
+        device = f"cuda:{local}" if torch.cuda.is_available() else "cpu"
+    if "RANK" not in os.environ:
+        yield Processes(0, 1, torch.device(device))
+        return
+    if device.startswith("cuda"):
+        torch.cuda.set_device(torch.device(device))
+    dist.init_process_group("nccl" if device.startswith("cuda") else "gloo")
+    try:
+        yield Processes(dist.get_rank(), dist.get_world_size(), torch.device(device))
+    finally:
+        dist.destroy_process_group()
+
+
+class Reading(nn.Module):
+    """`model.nats` as a forward pass, which is what DDP and FSDP2 hook into."""
+
+    def __init__(self, model: LanguageModel) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(
+        self, tokens_BT: Tensor, targets_BT: Tensor, state: MemoryState
+    ) -> tuple[Tensor, MemoryState]:
+        return self.model.nats(tokens_BT, targets_BT, state)
+
+
+def spread(
+    model: LanguageModel, group: Processes, sharding: str, segment_windows: int
+) -> nn.Module:
+    """The model as this process runs it: alone, in DDP, or sharded by FSDP2."""
+    reading = Reading(model)
+    if sharding == "fsdp" and dist.is_initialized():
+        for layer in model.layers:
+            fully_shard(layer, reshard_after_forward=False)
+        fully_shard(reading, reshard_after_forward=False)
+        for module in sharded_modules(reading):
+            module.set_reshard_after_backward(False)
+        return reading
+    if group.world > 1:
+        # In a single window nothing is read back, so the memory's writers have no gradient.
+        return DistributedDataParallel(reading, find_unused_parameters=segment_windows < 2)
+    return reading
+
+
+def without_reduction(module: nn.Module, last: bool) -> AbstractContextManager[Any]:
+    """Gradients are reduced once, with the last of the accumulated parts."""
+    if isinstance(module, DistributedDataParallel) and not last:
+        return module.no_sync()
+    if isinstance(module, FSDPModule):
+        module.set_requires_gradient_sync(last)
+    return nullcontext()
+
+
+def before_update(module: nn.Module) -> None:
+    """Frees the gathered weights: an update after which they stayed would go unnoticed."""
+    for shard in sharded_modules(module):
+        shard.reshard()
+
+
+def sharded_modules(module: nn.Module) -> list[FSDPModule]:
+    return [part for part in module.modules() if isinstance(part, FSDPModule)]

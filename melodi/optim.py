@@ -1,0 +1,372 @@
+"""How the weights move: the paper's Adafactor, AdamW, Muon, the schedule, and state for files.
+
+- `Adafactor` follows optax, as the authors do. torch.optim.Adafactor does not: it caps the learning
+  rate at 1/√t, has no momentum, factors small matrices too, and fails on FSDP2's sharded tensors.
+- Ours works on sharded tensors because the second moments keep their reduced dimensions, so that
+  they broadcast, and because only sums cross the shards.
+- `Muon` is torch.optim.Muon with products in float32 on a CPU, where bfloat16 is four times slower,
+  and with one gathering per sharded matrix instead of one per product.
+- The trainer sets the learning rate of each group: `schedule(...) * group["multiplier"]`.
+- `flatten_state` names every tensor "parameter/key", so that no pickle is needed to save it.
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.optim import AdamW, Optimizer
+
+FACTORED_SIZE = 128
+"""Second moments are factored over the two largest dimensions if both are at least this long."""
+SMALLEST_SQUARE = 1e-30
+"""Added to squared gradients, so that a gradient of zero gives an update of zero."""
+SMALLEST_SCALE = 1e-3
+"""The size that a parameter near zero is taken to have, so that it can move at all."""
+NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
+"""Muon's polynomial: five times applied, it brings all singular values near one."""
+
+GATES = ("gate.logit", "scale.factor", "state.gate")
+EMBEDDINGS = ("embedding.weight", "summary", "state.initial", "state.position")
+NUMBERS = {"bool": bool, "int": int, "float": float}
+
+OptimizerName = Literal["adafactor", "adamw", "muon"]
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """The optimizer and its rates. The paper's: ("adafactor", peak=0.01, floor=0.001, warmup=1000).
+
+    The horizon of the schedule is the number of steps of the run, and not said here.
+    """
+
+    name: OptimizerName
+    """adafactor, adamw, or muon: Muon for the matrices and AdamW for everything else."""
+    peak: float
+    """Learning rate at which the cosine starts."""
+    floor: float
+    """Learning rate at which the cosine ends."""
+    warmup: int
+    """Steps of linear warm-up."""
+    weight_decay: float = 0.0
+    """Pull of the matrices to zero, times the learning rate, whatever the optimizer."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """Decay of AdamW's first and second moment."""
+    momentum: float = 0.95
+    """Decay of Muon's momentum. Adafactor's is the paper's, 0.9."""
+    gate_multiplier: float = 1.0
+    """Learning rate of gates and attention scales, relative to the rest."""
+
+    def __post_init__(self) -> None:
+        if self.name not in get_args(OptimizerName):
+            known = ", ".join(get_args(OptimizerName))
+            raise ValueError(f"optimizer {self.name!r} is unknown: choose one of {known}")
+        if not 0 <= self.floor <= self.peak:
+            raise ValueError(
+                f"floor={self.floor} is not between 0 and peak={self.peak}: the learning rate "
+                "falls from the peak to the floor"
+            )
+        for key in ("warmup", "weight_decay", "gate_multiplier"):
+            if getattr(self, key) < 0:
+                raise ValueError(f"{key}={getattr(self, key)} must be at least 0")
+        if not all(0 <= decay < 1 for decay in (*self.betas, self.momentum)):
+            raise ValueError(
+                f"betas={self.betas} and momentum={self.momentum} must be at least 0 and below 1"
+            )
+
+
+def make_optimizer(model: nn.Module, config: OptimizerConfig) -> Optimizer:
+    """The optimizer of a model whose parameters are where, and sharded as, they will be trained."""
+    groups = parameter_groups(model, config.weight_decay)
+    for group in groups:
+        group["multiplier"] = config.gate_multiplier if group["name"] == "gates" else 1.0
+        group["lr"] = config.peak * group["multiplier"]
+    if config.name == "adafactor":
+        return Adafactor(groups, config.peak)
+    if config.name == "adamw":
+        return AdamW(groups, config.peak, config.betas, weight_decay=0.0, fused=True)
+    matrices = [group for group in groups if group["name"] == "matrices"]
+    rest = [group for group in groups if group["name"] != "matrices"]
+    return Joint(
+        Muon(matrices, config.peak, config.momentum),
+        AdamW(rest, config.peak, config.betas, weight_decay=0.0, fused=True),
+    )
+
+
+def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """The model's parameters by what they do, in the groups that have any.
+
+    matrices: of linear layers and token mixers, the only ones with weight decay. embeddings: tables
+    of learned tokens. gates: gates and attention scales. vectors: norms, biases, position biases.
+    """
+    groups: dict[str, list[Tensor]] = {
+        name: [] for name in ("matrices", "embeddings", "gates", "vectors")
+    }
+    for name, parameter in model.named_parameters():
+        if name.endswith(GATES):
+            groups["gates"].append(parameter)
+        elif name.endswith(EMBEDDINGS):
+            groups["embeddings"].append(parameter)
+        elif name.endswith(".weight") and parameter.dim() == 2:
+            groups["matrices"].append(parameter)
+        else:
+            groups["vectors"].append(parameter)
+    return [
+        {"name": n, "params": p, "weight_decay": weight_decay if n == "matrices" else 0.0}
+        for n, p in groups.items()
+        if p
+    ]
+
+
+def schedule(step: int, peak: float, floor: float, warmup: int, horizon: int) -> float:
+    """The learning rate at a step, counted from 1: a cosine from the peak at step 0 to the floor at
+    the horizon, where it stays. During warm-up it stands at its value at the end of the warm-up,
+    times the share of the warm-up that is done."""
+    progress = min(1.0, max(step, warmup) / horizon)
+    cosine = floor + (peak - floor) * 0.5 * (1 + math.cos(math.pi * progress))
+    return cosine * min(1.0, step / max(warmup, 1))
+
+
+class Adafactor(Optimizer):
+    """optax.adafactor(lr, decay_rate=0.8, momentum=0.9, multiply_by_parameter_scale=True).
+
+    Weight decay differs from optax, which does not multiply it by the learning rate: here it means
+    the same as in AdamW and Muon. The paper has none.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Tensor] | Iterable[dict[str, Any]],
+        lr: float,
+        decay_rate: float = 0.8,
+        momentum: float = 0.9,
+        weight_decay: float = 0.0,
+    ) -> None:
+        defaults = dict(lr=lr, decay_rate=decay_rate, momentum=momentum, weight_decay=weight_decay)
+        super().__init__(params, defaults)
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            lr, momentum = group["lr"], group["momentum"]
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                if not state:
+                    state["step"] = torch.zeros(())
+                    state["momentum"] = torch.zeros_like(parameter)
+                state["step"] += 1
+                update = _precondition(state, parameter.grad, group["decay_rate"])
+                # The root mean squares of the parameter and of the update, both times √n.
+                root = math.sqrt(parameter.numel())
+                scale = _norm(parameter).clamp(min=SMALLEST_SCALE * root)
+                scale = scale / _norm(update).clamp(min=root)
+                state["momentum"].mul_(momentum).addcmul_(update, scale, value=(1 - momentum) * lr)
+                if group["weight_decay"]:
+                    parameter.mul_(1 - lr * group["weight_decay"])
+                parameter.sub_(state["momentum"])
+
+
+def _precondition(state: dict[str, Any], grad: Tensor, decay_rate: float) -> Tensor:
+    """The gradient divided by the root of its second moment, whose running mean is in `state`."""
+    # The first share is 1: what stands in the state before the first step does not matter.
+    share = state["step"].item() ** -decay_rate
+    factored = _factored_dims(grad)
+    if factored is None:
+        if "square" not in state:
+            state["square"] = torch.zeros_like(grad)
+        state["square"].mul_(1 - share).addcmul_(grad, grad, value=share)
+        return state["square"].add_(share * SMALLEST_SQUARE).rsqrt().mul_(grad)
+    smaller, larger = factored
+    square = grad.square()
+    row = _average(state, "row", _mean(square, larger) + SMALLEST_SQUARE, share)
+    column = _average(state, "column", _mean(square, smaller) + SMALLEST_SQUARE, share)
+    # Fresh memory is slow at first touch: the squares' serves again.
+    return torch.mul(grad, (row / _mean(row, smaller)).rsqrt(), out=square).mul_(column.rsqrt())
+
+
+def _average(state: dict[str, Any], key: str, new: Tensor, share: float) -> Tensor:
+    state[key] = state[key].lerp_(new, share) if key in state else new
+    return state[key]
+
+
+def _factored_dims(tensor: Tensor) -> tuple[int, int] | None:
+    """The second largest and the largest dimension (among equals the later), if long enough."""
+    if tensor.dim() < 2:
+        return None
+    *_, smaller, larger = sorted(range(tensor.dim()), key=tensor.size)
+    return (smaller, larger) if tensor.size(smaller) >= FACTORED_SIZE else None
+
+
+def _mean(tensor: Tensor, dim: int) -> Tensor:
+    # Sharded tensors of uneven length are gathered whole for a mean, but not for a sum.
+    return _whole(tensor.sum(dim, keepdim=True)) / tensor.size(dim)
+
+
+def _norm(tensor: Tensor) -> Tensor:
+    return _whole(torch.linalg.vector_norm(tensor))
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    """Sums that each rank holds in part, added up; the identity on ordinary tensors."""
+    if not is_sharded(tensor):
+        return tensor
+    from torch.distributed.tensor import Replicate
+
+    sharded: Any = tensor
+    return sharded.redistribute(
+        placements=[Replicate() if p.is_partial() else p for p in sharded.placements]
+    )
+
+
+class Muon(Optimizer):
+    """Momentum with all singular values brought near one, for matrices only.
+
+    The step has the size of AdamW's (0.2 per entry, in the root mean square), so that the two share
+    a learning rate and a weight decay: torch's adjust_lr_fn="match_rms_adamw".
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Tensor] | Iterable[dict[str, Any]],
+        lr: float,
+        momentum: float = 0.95,
+        weight_decay: float = 0.0,
+    ) -> None:
+        super().__init__(params, dict(lr=lr, momentum=momentum, weight_decay=weight_decay))
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            lr, momentum = group["lr"], group["momentum"]
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                if not state:
+                    state["momentum_buffer"] = torch.zeros_like(parameter)
+                buffer = state["momentum_buffer"].lerp_(parameter.grad, 1 - momentum)
+                update = full(parameter.grad.lerp(buffer, momentum))
+                update = shard_like(_orthogonalise(update).to(parameter.dtype), parameter)
+                size = 0.2 * math.sqrt(max(parameter.shape))
+                parameter.mul_(1 - lr * group["weight_decay"]).add_(update, alpha=-lr * size)
+
+
+def _orthogonalise(matrix: Tensor) -> Tensor:
+    a, b, c = NEWTON_SCHULZ
+    tall = matrix.size(0) > matrix.size(1)
+    x = matrix.to(torch.float32 if matrix.device.type == "cpu" else torch.bfloat16)
+    x = x.T if tall else x
+    x = x / torch.linalg.vector_norm(x).clamp(min=1e-7)
+    for _ in range(5):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.T if tall else x
+
+
+class Joint(Optimizer):
+    """Several optimizers, each with its own parameters, as one.
+
+    The groups and the state belong to the whole; the parts see their own groups of it.
+    """
+
+    def __init__(self, *parts: Optimizer) -> None:
+        self.parts = parts
+        super().__init__([group for part in parts for group in part.param_groups], {})
+        self._share()
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for part in self.parts:
+            part.step()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self._share()
+
+    def _share(self) -> None:
+        groups = iter(self.param_groups)
+        for part in self.parts:
+            part.state = self.state
+            part.param_groups = [next(groups) for _ in part.param_groups]
+
+
+def flatten_state(optimizer: Optimizer, model: nn.Module) -> dict[str, Tensor]:
+    """A copy of the optimizer's state on the CPU, as "{parameter name}/{state key}".
+
+    Numbers become tensors, with their type after the key: "/step:int". With sharded parameters
+    every rank must call this, and every rank gets the whole.
+    """
+    tensors = {}
+    for name, parameter in model.named_parameters():
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if isinstance(value, Tensor):
+                tensors[f"{name}/{key}"] = full(value).detach().to("cpu", copy=True).contiguous()
+            else:
+                kind = type(value).__name__
+                assert kind in NUMBERS, f"{name} has {key} of type {kind}"
+                dtype = torch.float64 if kind == "float" else None
+                tensors[f"{name}/{key}:{kind}"] = torch.tensor(value, dtype=dtype)
+    return tensors
+
+
+def restore_state(optimizer: Optimizer, model: nn.Module, tensors: dict[str, Tensor]) -> None:
+    """Puts the state that `flatten_state` gave into an optimizer, in place of what it has."""
+    parameters = dict(model.named_parameters())
+    states: dict[str, dict[str, Any]] = {}
+    for path, tensor in tensors.items():
+        name, _, key = path.rpartition("/")
+        key, _, kind = key.partition(":")
+        if name not in parameters:
+            raise ValueError(
+                f"optimizer state {path!r} belongs to no parameter of the model: "
+                "resume with the configuration that the state was saved with"
+            )
+        _check_shape(path, tensor, parameters[name])
+        value = shard_like(tensor, parameters[name]).clone() if not kind else tensor.item()
+        states.setdefault(name, {})[key] = NUMBERS[kind](value) if kind else value
+    # The optimizer's own loading knows on which device each kind of state has to live.
+    saved = optimizer.state_dict()
+    ordered = [id(p) for group in optimizer.param_groups for p in group["params"]]
+    saved["state"] = {ordered.index(id(parameters[n])): state for n, state in states.items()}
+    optimizer.load_state_dict(saved)
+
+
+def _check_shape(path: str, tensor: Tensor, parameter: Tensor) -> None:
+    """Moments have the parameter's shape, except for dimensions that were averaged out."""
+    sizes = zip(tensor.shape, parameter.shape, strict=False)
+    same_rank = tensor.dim() == parameter.dim()
+    if tensor.dim() and not (same_rank and all(a in (1, b) for a, b in sizes)):
+        raise ValueError(
+            f"optimizer state {path!r} of shape {tuple(tensor.shape)} does not fit a parameter of "
+            f"shape {tuple(parameter.shape)}: resume with the configuration that it was saved with"
+        )
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Asked this way because the import of torch.distributed.tensor takes a second."""
+    return hasattr(tensor, "placements")
+
+
+def full(tensor: Tensor) -> Tensor:
+    """The whole of a sharded tensor; ordinary tensors as they are."""
+    sharded: Any = tensor
+    return sharded.full_tensor() if is_sharded(tensor) else tensor
+
+
+def shard_like(tensor: Tensor, parameter: Tensor) -> Tensor:
+    """A whole tensor, sharded as the parameter is along the dimensions that both have in full."""
+    if not is_sharded(parameter) or tensor.dim() == 0:
+        return tensor
+    from torch.distributed.tensor import Replicate, distribute_tensor
+
+    like: Any = parameter
+    placements = [
+        p if p.is_shard() and tensor.size(p.dim) == parameter.size(p.dim) else Replicate()
+        for p in like.placements
+    ]
+    # Every rank has the whole tensor: nothing is sent.
+    tensor = tensor.to(like.device)
+    return distribute_tensor(tensor, like.device_mesh, placements, src_data_rank=None)

@@ -1,0 +1,227 @@
+"""A run is a folder that can be repeated, resumed and compared; this file knows what is in it.
+
+    config.json        the resolved model and training configs, and which store
+    environment.json   versions, machine, commit
+    metrics.jsonl      one JSON object per line
+    checkpoints/       what is needed to go on, the last few (checkpoint.py)
+    best.safetensors   weights with the lowest validation loss
+    model.safetensors  weights at the last checkpoint
+    tokenizer.*        a copy of the store's
+
+Everything that the result depends on is in `ModelConfig` and `TrainConfig`; `Machinery` is how it
+is carried out.
+"""
+
+import dataclasses
+import json
+import platform
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+import melodi
+from melodi.checkpoint import Checkpoints, read_json, replace_text, write_json
+from melodi.config import ModelConfig
+from melodi.data import TokenStore
+from melodi.optim import OptimizerConfig
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """How a model is trained. Everything that the result depends on is here or in ModelConfig."""
+
+    optimizer: OptimizerConfig
+    steps: int = 500
+    """Updates of the weights."""
+    horizon: int | None = None
+    """Steps of the learning-rate schedule; as many as `steps` when not given."""
+    seed: int = 0
+    rows: int = 16
+    """Documents in flight, over all processes."""
+    segment_windows: int = 8
+    """Windows that a step reads of each document, and that gradients flow through."""
+    accumulate: int = 1
+    """Parts into which each process cuts its rows; their gradients are added up."""
+    clip: float = 1.0
+    """Largest norm of the gradient; 0 leaves it as it is."""
+    precision: Literal["fp32", "bf16"] = "fp32"
+    """bf16: autocast; weights and memory stay in float32."""
+    validate_every: int = 100
+    """Steps between validations; there is always one at the end."""
+    validation_tokens: int = 100_000
+    """Whole validation documents are read until they hold about this many tokens."""
+    save_every: int = 50
+    """Steps between checkpoints."""
+
+
+@dataclass(frozen=True)
+class Machinery:
+    """How a run is carried out, which does not change what it computes."""
+
+    sharding: Literal["ddp", "fsdp"] = "ddp"
+    """What many processes do: copy the model, or share it out."""
+    compile: bool = False
+    """Compile each layer."""
+    checkpoint_windows: bool = False
+    """Keep only what windows carry, and compute the rest again in the backward pass."""
+    keep: int = 3
+    """Checkpoints that are kept."""
+    log_every: int = 10
+    """Steps between lines of metrics."""
+    tensorboard: bool = False
+    """Log to RUN/tensorboard as well (extra: tensorboard)."""
+
+
+def recipe(preset: str) -> TrainConfig:
+    """The paper's recipe (Appendix B) for its presets, and one that learns in minutes for ours."""
+    if preset.startswith("paper-"):
+        return TrainConfig(
+            optimizer=OptimizerConfig("adafactor", peak=0.01, floor=0.001, warmup=1000),
+            steps=500_000,
+            rows=32,
+            clip=0.0,
+            validate_every=5_000,
+            validation_tokens=1_000_000,
+            save_every=1_000,
+        )
+    return TrainConfig(optimizer=OptimizerConfig("adamw", peak=3e-3, floor=3e-4, warmup=50))
+
+
+class Run:
+    """The files of a run."""
+
+    def __init__(self, folder: str | Path, keep: int = 3) -> None:
+        self.folder = Path(folder)
+        self.checkpoints = Checkpoints(self.folder / "checkpoints", keep)
+
+    @property
+    def exists(self) -> bool:
+        return (self.folder / "config.json").exists()
+
+    @property
+    def metrics(self) -> Path:
+        return self.folder / "metrics.jsonl"
+
+    def create(self, model: ModelConfig, train: TrainConfig, store: TokenStore) -> None:
+        if self.exists:
+            raise ValueError(
+                f"{self.folder} already holds a run: continue it with --resume, or choose "
+                "another --out"
+            )
+        self.folder.mkdir(parents=True, exist_ok=True)
+        store.tokenizer.save(self.folder)
+        write_json(self.folder / "environment.json", environment())
+        write_json(
+            self.folder / "config.json",
+            {
+                "model": model.to_dict(),
+                "train": dataclasses.asdict(train),
+                "data": {
+                    "path": str(store.path.resolve()),
+                    "tokenizer_digest": store.manifest["tokenizer_digest"],
+                },
+            },
+        )
+
+    def configs(self) -> tuple[ModelConfig, TrainConfig, dict[str, Any]]:
+        if not self.exists:
+            raise FileNotFoundError(f"{self.folder} is not a run folder: it has no config.json")
+        config = read_json(self.folder / "config.json")
+        train = dict(config["train"])
+        optimizer = OptimizerConfig(
+            **{**train.pop("optimizer"), "betas": tuple(config["train"]["optimizer"]["betas"])}
+        )
+        return (
+            ModelConfig.from_dict(config["model"]),
+            TrainConfig(optimizer=optimizer, **train),
+            config["data"],
+        )
+
+    def log(self, record: dict[str, Any]) -> None:
+        with self.metrics.open("a") as file:
+            file.write(json.dumps(record) + "\n")
+
+    def rewind(self, step: int) -> None:
+        """Drops the metrics of steps that will be taken again."""
+        if self.metrics.exists():
+            lines = self.metrics.read_text().splitlines()
+            kept = [line for line in lines if _step_of(line) <= step]
+            replace_text(self.metrics, "".join(f"{line}\n" for line in kept))
+
+
+def extended(ours: TrainConfig, wanted: TrainConfig) -> TrainConfig:
+    """The config of a run that goes on: only the steps may change, and only within the schedule."""
+    horizon = ours.horizon or ours.steps
+    if wanted.steps > horizon:
+        raise ValueError(
+            f"--steps {wanted.steps} goes beyond the schedule of this run, which ends at step "
+            f"{horizon}: a run of {wanted.steps} steps would have had other learning rates from "
+            f"the start; begin a new one, with --horizon if it is to stop on the way"
+        )
+    wanted = replace(wanted, horizon=horizon)
+    for field in dataclasses.fields(TrainConfig):
+        before, after = (
+            getattr(config, field.name) for config in (replace(ours, horizon=horizon), wanted)
+        )
+        if before != after and field.name != "steps":
+            raise ValueError(
+                f"{field.name}={after} differs from the run's {before}: resume without it, or "
+                "begin a new run"
+            )
+    return wanted
+
+
+def check_store(store: TokenStore, digest: str) -> None:
+    if store.manifest["tokenizer_digest"] != digest:
+        raise ValueError(
+            f"store {store.path} was made with another tokenizer than the run "
+            f"({store.manifest['tokenizer_digest']}, not {digest}): give the run's own store"
+        )
+
+
+def check_vocabulary(model: ModelConfig, store: TokenStore) -> None:
+    if model.vocab_size < store.vocab_size:
+        raise ValueError(
+            f"vocab_size={model.vocab_size} is too small for store {store.path}, which has "
+            f"{store.vocab_size} tokens: set it to {store.vocab_size}"
+        )
+
+
+def environment() -> dict[str, Any]:
+    """What the run was made with."""
+    return {
+        "melodi": melodi.__version__,
+        "commit": _commit(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "machine": platform.platform(),
+        "cpu_threads": torch.get_num_threads(),
+        "cuda": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+    }
+
+
+def _commit() -> str | None:
+    """The commit of a source checkout, with a plus where it has been changed."""
+    here = ["git", "-C", str(Path(__file__).parent)]
+    try:
+        commit = subprocess.run(
+            [*here, "rev-parse", "HEAD"], capture_output=True, text=True, check=True
+        )
+        changed = subprocess.run([*here, "status", "--porcelain"], capture_output=True, text=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return commit.stdout.strip() + ("+" if changed.stdout.strip() else "")
+
+
+def _step_of(line: str) -> int:
+    """The step of a line of metrics; a line cut short by a kill belongs to none."""
+    try:
+        return int(json.loads(line)["step"])
+    except (ValueError, KeyError):
+        return sys.maxsize
