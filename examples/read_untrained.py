@@ -14,7 +14,9 @@ text = torch.__doc__ + torch.nn.functional.conv1d.__doc__ + torch.einsum.__doc__
 tokens = torch.tensor([list(text.encode())])
 model = LanguageModel(PRESETS["laptop-melodi"]).eval()
 state = model.empty_state(1)
-print(f"{tokens.size(1):,} bytes of documentation, {model.num_parameters:,} parameters, untrained\n")
+print(
+    f"{tokens.size(1):,} bytes of documentation, {model.num_parameters:,} parameters, untrained\n"
+)
 print(" tokens   windows read   open window   floats carried   nats/byte   bytes/s")
 with torch.inference_mode():
     # Odd chunks on purpose: the logits are the same however the stream is cut.

@@ -15,6 +15,7 @@ and its index, an array of where each document starts and the last one ends, in 
 """
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -41,6 +42,7 @@ SAMPLE_CHARACTERS = 20_000_000
 SAMPLE_BLOCK = 1 << 14
 REMOTE_SAMPLE_BYTES = 1 << 30
 SAVE_SECONDS = 5.0
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
 
 IntArray = NDArray[np.int64]
 Item = TypeVar("Item")
@@ -450,9 +452,9 @@ def full_disk_named(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.filename is not None:
+        if error.filename is not None or error.errno not in DISK_ERRORS:
             raise
         raise OSError(
-            f"store {folder} cannot be written ({error.strerror or error}): "
+            f"store {folder} cannot be written ({error.strerror}): "
             "mend that and run the same command again, it continues"
         ) from error

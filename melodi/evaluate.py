@@ -176,7 +176,7 @@ def choose(documents: Documents, max_tokens: int | None) -> list[int]:
 def vital_signs(model: LanguageModel) -> dict[str, float]:
     """The mean gate of each layer that has one: the share of what is read from long-term memory."""
     return {
-        f"gate/{i}": float(layer.gate.alpha().mean())
+        f"gate/{i}": layer.gate.alpha().mean().item()
         for i, layer in enumerate(model.stack)
         if isinstance(layer, LongTermLayer | MemorizingLayer)
     }
@@ -194,7 +194,7 @@ def watching(model: LanguageModel) -> Iterator[dict[str, list[float]]]:
             is_past = torch.zeros_like(v)
             is_past[:, :, :past] = 1
             shares.setdefault(name, []).append(
-                float(attention(q, k, is_past, bias, visible).mean())
+                attention(q, k, is_past, bias, visible).mean().item()
             )
             return attention(q, k, v, bias, visible)
 

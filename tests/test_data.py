@@ -180,10 +180,12 @@ def test_a_lone_test_folder_is_no_split(tmp_path: Path) -> None:
 
 @given(st.integers(1, 300), st.integers(0, 50))
 def test_splits_are_never_empty_where_possible(count: int, seed: int) -> None:
-    """One document trains, two also validate, three or more fill every split."""
+    """One document trains, of two one is held out, three or more fill every split."""
     places = np.array([place_of(f"{seed}/{i}") for i in range(count)])
     splits = assign_splits(places, np.full(count, -1), Shares(0.02, 0.02))
-    assert set(splits.tolist()) == set(range(min(count, 3)))
+    found = set(splits.tolist())
+    assert 0 in found
+    assert len(found) == min(count, 3)
 
 
 @given(st.integers(300, 600), st.integers(1, 300))

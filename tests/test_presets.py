@@ -79,14 +79,18 @@ def test_starts() -> None:
     model = LanguageModel(PRESETS["laptop-melodi"])
     assert model.layers[3].gate.alpha().flatten().tolist() == pytest.approx([0.2] * 4)
     assert model.embedding.weight.std().item() == pytest.approx(128**-0.5, rel=0.05)
-    assert model.layers[0].block.query.weight.std().item() == pytest.approx(0.88 * 128**-0.5, rel=0.05)
+    assert model.layers[0].block.query.weight.std().item() == pytest.approx(
+        0.88 * 128**-0.5, rel=0.05
+    )
     assert model.summary.std().item() == pytest.approx(0.88 * 0.25, rel=0.1)
     official = LanguageModel(replace(PRESETS["laptop-melodi"], dialect="meliad"))
     assert official.embedding.weight.std().item() == pytest.approx(1, rel=0.05)
     assert (official.layers[0].block.scale.factor == 1).all()
     assert official.layers[3].gate.logit.std().item() == pytest.approx(0.88 * 0.25, rel=0.3)
     rooted = replace(PRESETS["laptop-melodi"], dialect="default,attention=normalised-root")
-    assert LanguageModel(rooted).layers[0].block.scale.factor.tolist() == pytest.approx([32**0.5] * 4)
+    assert LanguageModel(rooted).layers[0].block.scale.factor.tolist() == pytest.approx(
+        [32**0.5] * 4
+    )
 
 
 @pytest.mark.parametrize("name", PAPER_12)

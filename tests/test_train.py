@@ -1,0 +1,365 @@
+"""Training: exact to resume, whatever kills it; many processes take the same step as one."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from zoo import KINDS
+
+import melodi
+from melodi.config import ModelConfig
+from melodi.data import TokenStore, prepare
+from melodi.distributed import Processes
+from melodi.evaluate import choose, evaluate, watching
+from melodi.optim import OptimizerConfig
+from melodi.run import Machinery, Run, TrainConfig
+from melodi.train import Trainer, train
+
+ALONE = Processes(0, 1, torch.device("cpu"))
+CONFIG = TrainConfig(
+    optimizer=OptimizerConfig("adamw", peak=1e-2, floor=1e-3, warmup=2),
+    steps=8,
+    rows=4,
+    segment_windows=2,
+    validate_every=3,
+    validation_tokens=100,
+    save_every=2,
+)
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> TokenStore:
+    """Documents of very different lengths, as bytes."""
+    folder = tmp_path_factory.mktemp("corpus")
+    random = np.random.default_rng(0)
+    for i in range(24):
+        words = random.choice(["melodi", "reads", "a", "book", "and", "remembers"], 4 + 9 * (i % 7))
+        (folder / f"{i:02}.txt").write_text(f"{i} " + " ".join(words))
+    return prepare([folder], folder / "store", tokenizer="bytes", workers=1)
+
+
+def model_config(kind: str = "melodi", **changes: object) -> ModelConfig:
+    return replace(KINDS[kind], vocab_size=257, dropout=0.1, **changes)
+
+
+def weights(run: Path) -> dict[str, torch.Tensor]:
+    return load_file(run / "model.safetensors")
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def start(folder: Path, store: TokenStore, **changes: object) -> Trainer:
+    """A new run that has not taken a step."""
+    config = replace(CONFIG, **changes)
+    run = Run(folder)
+    run.create(model_config(), config, store)
+    return Trainer(run, store, model_config(), config, Machinery(), ALONE)
+
+
+@pytest.mark.parametrize("kind", ["melodi", "block-recurrent", "memorizing"])
+@pytest.mark.parametrize("optimizer", ["adamw", "adafactor", "muon"])
+def test_resuming_equals_never_stopping(
+    kind: str, optimizer: str, store: TokenStore, tmp_path: Path
+) -> None:
+    """Law 10: weights, optimizer, memory, data position and metrics, bit for bit."""
+    config = replace(
+        CONFIG, optimizer=OptimizerConfig(optimizer, peak=1e-2, floor=1e-3, warmup=2), accumulate=2
+    )
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    train(whole, store, model_config(kind), config, Machinery(), ALONE)
+    train(parts, store, model_config(kind), replace(config, steps=3, horizon=8), Machinery(), ALONE)
+    for steps in (5, 8):
+        longer = replace(config, steps=steps, horizon=8)
+        train(parts, store, model_config(kind), longer, Machinery(), ALONE, resume=True)
+    assert same(weights(whole), weights(parts))
+    last = "checkpoints/step-00000008"
+    for name in ("optimizer.safetensors", "memory-rows-000000-000001.safetensors"):
+        assert same(load_file(whole / last / name), load_file(parts / last / name))
+    ours, theirs = (json.loads((run / last / "trainer.json").read_text()) for run in (whole, parts))
+    assert ours["rows"] == theirs["rows"]
+    assert losses(whole) == losses(parts)
+
+
+def losses(run: Path) -> list[tuple[int, float]]:
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [
+        (r["step"], r["validation_loss"])
+        for r in records
+        if r["step"] in (6, 8) and "validation_loss" in r
+    ]
+
+
+def test_accumulation_changes_no_step(store: TokenStore, tmp_path: Path) -> None:
+    """Rows in one part or in four give the same gradients."""
+    grads = []
+    for parts in (1, 4):
+        config = replace(CONFIG, accumulate=parts)
+        model = replace(model_config(), dropout=0.0)
+        trainer = Trainer(Run(tmp_path), store, model, config, Machinery(), ALONE)
+        batch = trainer.rows.next()
+        trainer._gradients(batch, int((batch.targets >= 0).sum()))
+        grads.append([p.grad for p in trainer.model.parameters()])
+    for a, b in zip(*grads, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_a_damaged_checkpoint_is_passed_over(
+    store: TokenStore, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Truncated or changed files are noticed by checksum; the checkpoint before is used."""
+    run = tmp_path / "run"
+    train(run, store, model_config(), CONFIG, Machinery(), ALONE)
+    expected = weights(run)
+    newest = run / "checkpoints" / "step-00000008" / "model.safetensors"
+    newest.write_bytes(newest.read_bytes()[:-10])
+    older = run / "checkpoints" / "step-00000006" / "optimizer.safetensors"
+    flipped = bytearray(older.read_bytes())
+    flipped[-1] ^= 1
+    older.write_bytes(flipped)
+    train(run, store, model_config(), CONFIG, Machinery(), ALONE, resume=True)
+    said = capsys.readouterr().err
+    assert "step-00000008 is damaged (model.safetensors does not match" in said
+    assert "step-00000006 is damaged (optimizer.safetensors does not match" in said
+    assert "after step 4" in said
+    assert same(weights(run), expected)
+
+
+@pytest.mark.slow
+def test_kill_at_any_moment(store: TokenStore, tmp_path: Path) -> None:
+    """kill -9 at random moments, and the run ends with the weights of one that was never killed."""
+    command = [
+        *(sys.executable, "-m", "melodi", "train", "--preset", "laptop-melodi"),
+        *("--data", str(store.path), "--steps", "12", "--save-every", "1", "--rows", "4"),
+        *("--model.width", "16", "--model.window", "16", "--model.short-term-tokens", "4"),
+        *("--validate-every", "5", "--validation-tokens", "50", "--threads", "1"),
+    ]
+    started = time.monotonic()
+    subprocess.run([*command, "--out", str(tmp_path / "whole")], check=True, capture_output=True)
+    seconds = time.monotonic() - started
+    random = np.random.default_rng(0)
+    kills = 0
+    while True:
+        process = subprocess.Popen(
+            [*command, "--out", str(tmp_path / "killed"), "--resume"],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        try:
+            process.wait(seconds * random.uniform(0.5, 1.0) if kills < 5 else None)
+            break
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+            kills += 1
+    assert process.returncode == 0
+    assert kills
+    assert same(weights(tmp_path / "whole"), weights(tmp_path / "killed"))
+
+
+def test_a_kill_in_the_middle_of_a_save(store: TokenStore, tmp_path: Path) -> None:
+    """What was half written is ignored, and cleared away by the next save."""
+    trainer = start(tmp_path / "run", store)
+    trainer.run_all()
+    half = tmp_path / "run" / "checkpoints" / "step-00000010.partial"
+    half.mkdir()
+    (half / "model.safetensors").write_bytes(b"half")
+    again = Trainer(trainer.run, store, model_config(), CONFIG, Machinery(), ALONE)
+    again.restore()
+    assert again.step == 8
+    again.save()
+    assert not half.exists()
+
+
+def test_the_last_few_checkpoints_are_kept(store: TokenStore, tmp_path: Path) -> None:
+    start(tmp_path / "run", store, save_every=1).run_all()
+    kept = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
+    assert kept == ["step-00000006", "step-00000007", "step-00000008"]
+
+
+def test_a_full_disk_leaves_the_last_checkpoint(
+    store: TokenStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A save that fails is an OSError, and resuming goes on from the save before."""
+    trainer = start(tmp_path / "run", store)
+    for _ in range(2):
+        trainer.take_step()
+    trainer.save()
+
+    def full_disk(path: Path, *_: object) -> None:
+        raise OSError(28, "No space left on device", str(path))
+
+    trainer.take_step()
+    with monkeypatch.context() as broken:
+        broken.setattr(melodi.train, "write_tensors", full_disk)
+        with pytest.raises(OSError, match="No space left"):
+            trainer.save()
+    again = Trainer(trainer.run, store, model_config(), CONFIG, Machinery(), ALONE)
+    again.restore()
+    assert again.step == 2
+
+
+def test_ctrl_c_saves_and_stops(store: TokenStore, tmp_path: Path) -> None:
+    """One SIGINT ends the run after the step with a checkpoint; resuming completes it."""
+    start(tmp_path / "whole", store).run_all()
+    trainer = start(tmp_path / "run", store)
+    take_step = trainer.take_step
+
+    def interrupted_step() -> dict[str, float]:
+        if trainer.step == 4:
+            os.kill(os.getpid(), signal.SIGINT)
+        return take_step()
+
+    trainer.take_step = interrupted_step  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt, match="stopped after step 5"):
+        trainer.run_all()
+    train(tmp_path / "run", store, model_config(), CONFIG, Machinery(), ALONE, resume=True)
+    assert same(weights(tmp_path / "whole"), weights(tmp_path / "run"))
+
+
+def test_steps_that_are_not_finite_are_skipped(store: TokenStore, tmp_path: Path) -> None:
+    """Weights and memory stay as they were, the skip is counted, and after five the run stops with
+    the last good checkpoint intact."""
+    trainer = start(tmp_path / "run", store)
+    trainer.take_step()
+    trainer.save()
+    before = {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
+    gradients = trainer._gradients
+
+    def poisoned(*args: object) -> object:
+        result = gradients(*args)
+        next(iter(trainer.model.parameters())).grad.fill_(float("nan"))
+        return result
+
+    trainer._gradients = poisoned  # type: ignore[method-assign]
+    trainer.take_step()
+    assert trainer.skipped == 1
+    assert same(before, trainer.model.state_dict())
+    assert all(t.isfinite().all() for state in trainer.states for m in state.layers for t in m)
+    for _ in range(3):
+        trainer.take_step()
+    with pytest.raises(ValueError, match=r"5 steps in a row, up to step 6.*step-00000001"):
+        trainer.take_step()
+    assert Run(tmp_path / "run").checkpoints.newest(print) is not None
+
+
+REFUSED = {
+    "already holds a run": lambda run, store: train(
+        run, store, model_config(), CONFIG, Machinery(), ALONE
+    ),
+    "beyond the schedule of this run, which ends at step 8": lambda run, store: train(
+        run, store, model_config(), replace(CONFIG, steps=20), Machinery(), ALONE, resume=True
+    ),
+    "rows=8 differs from the run's 4": lambda run, store: train(
+        run, store, model_config(), replace(CONFIG, rows=8), Machinery(), ALONE, resume=True
+    ),
+    "the model differs": lambda run, store: train(
+        run, store, model_config(branching=False), CONFIG, Machinery(), ALONE, resume=True
+    ),
+    "vocab_size=23 is too small": lambda run, store: train(
+        run / "new", store, KINDS["melodi"], CONFIG, Machinery(), ALONE
+    ),
+    "accumulate=3 does not divide": lambda run, store: train(
+        run / "new", store, model_config(), replace(CONFIG, accumulate=3), Machinery(), ALONE
+    ),
+    "rows=4 cannot be shared by 3": lambda *_: Processes(0, 3, torch.device("cpu")).share(4),
+}
+
+
+@pytest.fixture(scope="module")
+def finished(store: TokenStore, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run = tmp_path_factory.mktemp("runs") / "run"
+    train(run, store, model_config(), CONFIG, Machinery(), ALONE)
+    return run
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_refusals(message: str, finished: Path, store: TokenStore) -> None:
+    """Nothing is overwritten or continued differently, and the line says why."""
+    with pytest.raises(ValueError, match=message):
+        REFUSED[message](finished, store)
+
+
+def test_training_learns_and_the_gate_moves(store: TokenStore, tmp_path: Path) -> None:
+    """The loss falls, and the memory's vital signs are reported."""
+    config = replace(CONFIG, steps=30, validate_every=30, save_every=30)
+    train(tmp_path / "run", store, model_config(), config, Machinery(log_every=5), ALONE)
+    records = [
+        json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()
+    ]
+    steps = [record for record in records if "loss" in record]
+    assert steps[-1]["loss"] < 0.7 * steps[0]["loss"]
+    assert steps[-1]["gate/1"] != steps[0]["gate/1"]
+    assert 0 <= steps[-1]["data_share"] < 1
+
+
+def test_a_run_can_be_loaded(finished: Path, store: TokenStore) -> None:
+    """`load` gives the best weights, in evaluation mode, with the tokenizer."""
+    model = melodi.load(finished)
+    assert not model.training
+    assert same(model.state_dict(), load_file(finished / "best.safetensors"))
+    assert model.tokenizer.decode(model.tokenizer.encode("né")) == "né"
+    with pytest.raises(FileNotFoundError, match="is not a run folder"):
+        melodi.load(finished / "checkpoints")
+
+
+@pytest.mark.parametrize("kind", ["melodi", "transformer-xl", "no-memory"])
+def test_evaluation_counts_every_prediction_once(kind: str, store: TokenStore) -> None:
+    """n - 1 predictions a document, tail included, at the nats of each document read alone."""
+    torch.manual_seed(0)
+    model = melodi.LanguageModel(model_config(kind)).eval()
+    documents = store.split("train")
+    result = evaluate(model, documents, rows=3, segment_windows=2)
+    nats, count = 0.0, 0
+    for i in range(len(documents)):
+        tokens = torch.from_numpy(documents[i].astype(np.int64))[None]
+        with torch.inference_mode():
+            loss, _ = model.loss(tokens[:, :-1], tokens[:, 1:], model.empty_state(1))
+        nats += float(loss) * (tokens.size(1) - 1)
+        count += tokens.size(1) - 1
+    assert result.predictions == count
+    assert result.nats == pytest.approx(nats, rel=1e-5)
+    assert result.bytes == int(documents.num_bytes.sum())
+    assert sum(bucket["predictions"] for bucket in result.by_position()) == count
+    dropped = evaluate(model, documents, rows=3, with_memory=False)
+    assert dropped.predictions == count
+    if kind == "no-memory":
+        assert dropped.nats == pytest.approx(nats, rel=1e-5)
+    else:
+        assert dropped.nats != pytest.approx(nats, rel=1e-5)
+    shared = [evaluate(model, documents, rows=4, mine=mine) for mine in (range(2), range(2, 4))]
+    assert sum(part.predictions for part in shared) == count
+    assert sum(part.nats for part in shared) == pytest.approx(nats, rel=1e-5)
+
+
+def test_choose_takes_whole_documents(store: TokenStore) -> None:
+    documents = store.split("train")
+    assert choose(documents, None) == list(range(len(documents)))
+    assert choose(documents, 1) == [0]
+    chosen = choose(documents, int(documents.lengths[:3].sum()))
+    assert chosen == [0, 1, 2]
+
+
+def test_attention_to_the_past_is_a_share(store: TokenStore) -> None:
+    """Zero while there is no past, then between zero and one; the model itself is not changed."""
+    model = melodi.LanguageModel(model_config()).eval()
+    tokens = torch.zeros(1, 12, dtype=torch.long)
+    expected, _ = model(tokens, model.empty_state(1))
+    with watching(model) as shares:
+        logits, _ = model(tokens, model.empty_state(1))
+    assert torch.equal(logits, expected)
+    assert shares.keys() == {"past/0", "past/1", "past/2"}
+    for first, second in shares.values():
+        assert first == 0
+        assert 0 < second < 1
+    assert "self_attention" not in vars(model.layers[0].block)
