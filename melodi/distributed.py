@@ -7,6 +7,7 @@
 """
 
 import os
+import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -95,6 +96,8 @@ def spread(
     """The model as this process runs it: alone, in DDP, or sharded by FSDP2."""
     reading = Reading(model)
     if sharding == "fsdp" and dist.is_initialized():
+        # Layers return views, which is safe: nothing here changes a tensor in place.
+        warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
         for layer in model.layers:
             fully_shard(layer, reshard_after_forward=False)
         fully_shard(reading, reshard_after_forward=False)
@@ -116,8 +119,9 @@ def without_reduction(module: nn.Module, last: bool) -> AbstractContextManager[A
     return nullcontext()
 
 
-def before_update(module: nn.Module) -> None:
-    """Frees the gathered weights: an update after which they stayed would go unnoticed."""
+def release(module: nn.Module) -> None:
+    """Frees the gathered weights, so that the gradients of the shards are seen, and so that the
+    next forward pass gathers the weights that the update has made."""
     for shard in sharded_modules(module):
         shard.reshard()
 

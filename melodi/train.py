@@ -25,7 +25,7 @@ from melodi import checkpoint
 from melodi.checkpoint import read_json, write_json, write_tensors
 from melodi.config import ModelConfig
 from melodi.data import Batch, Rows, TokenStore
-from melodi.distributed import Processes, before_update, spread, without_reduction
+from melodi.distributed import Processes, release, spread, without_reduction
 from melodi.evaluate import Evaluation, choose, evaluate, vital_signs
 from melodi.memory import MemoryState
 from melodi.model import LanguageModel
@@ -153,10 +153,10 @@ class Trainer:
         rate = self._set_rate()
         self.model.train()
         nats, states = self._gradients(batch, predictions)
+        release(self.reading)
         norm = self._gradient_norm()
         (total,) = self.group.total(nats)
         if torch.isfinite(norm) and total < float("inf"):
-            before_update(self.reading)
             self.optimizer.step()
             self.states, self.skips_in_a_row = states, 0
         else:

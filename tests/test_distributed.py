@@ -1,0 +1,103 @@
+"""Two processes with half the rows each take the same steps as one process with all rows."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from zoo import KINDS
+
+from melodi.config import ModelConfig
+from melodi.data import TokenStore, prepare
+from melodi.distributed import processes
+from melodi.optim import OptimizerConfig
+from melodi.run import Machinery, TrainConfig
+from melodi.train import train
+
+pytestmark = pytest.mark.slow
+
+
+def configs(kind: str, steps: int) -> tuple[ModelConfig, TrainConfig]:
+    train_config = TrainConfig(
+        optimizer=OptimizerConfig("adafactor", peak=1e-2, floor=1e-3, warmup=2),
+        steps=steps,
+        horizon=6,
+        rows=4,
+        segment_windows=2,
+        accumulate=1,
+        validate_every=3,
+        validation_tokens=60,
+        save_every=3,
+    )
+    return replace(KINDS[kind], vocab_size=257), train_config
+
+
+def work(kind: str, sharding: str, steps: int, store: str, run: str, resume: bool) -> None:
+    """What each process does; also run alone, as the reference."""
+    torch.set_num_threads(1)
+    model, config = configs(kind, steps)
+    with processes("cpu") as group:
+        machinery = Machinery(sharding=sharding)  # type: ignore[arg-type]
+        train(run, TokenStore.open(store), model, config, machinery, group, resume)
+
+
+def launch(world: int, *args: object) -> None:
+    """The same work under torchrun's environment, without its agent."""
+    rendezvous = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(29500 + os.getpid() % 500)}
+    code = f"import test_distributed as t; t.work(*{args!r})"
+    ranks = []
+    for rank in range(world):
+        place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
+        env = {**os.environ, **rendezvous, **place, "PYTHONPATH": str(Path(__file__).parent)}
+        ranks.append(subprocess.Popen([sys.executable, "-c", code], env=env))
+    assert [process.wait() for process in ranks] == [0] * world
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("corpus")
+    for i in range(12):
+        (folder / f"{i:02}.txt").write_text(f"{i} the book remembers the reader " * (1 + i % 4))
+    prepare([folder], folder / "store", tokenizer="bytes", workers=1)
+    return str(folder / "store")
+
+
+def assert_close(ours: Path, theirs: Path) -> None:
+    a, b = load_file(ours / "model.safetensors"), load_file(theirs / "model.safetensors")
+    assert a.keys() == b.keys()
+    for name in a:
+        torch.testing.assert_close(a[name], b[name], rtol=0, atol=2e-6, msg=name)
+    last = "checkpoints/step-00000006/trainer.json"
+    assert json.loads((ours / last).read_text())["rows"] == json.loads(
+        (theirs / last).read_text()
+    )["rows"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "sharding"),
+    [("melodi", "ddp"), ("melodi", "fsdp"), ("block-recurrent", "ddp"), ("memorizing", "fsdp")],
+)
+def test_two_processes_equal_one(kind: str, sharding: str, store: str, tmp_path: Path) -> None:
+    """Gradients of the one mean loss, metrics and validation reduced, rows shared out; and the
+    checkpoint of two processes resumes in one, with memory and data positions intact."""
+    work(kind, "ddp", 6, store, str(tmp_path / "one"), False)
+    launch(2, kind, sharding, 6, store, str(tmp_path / "two"), False)
+    assert_close(tmp_path / "one", tmp_path / "two")
+
+    launch(2, kind, sharding, 3, store, str(tmp_path / "both"), False)
+    work(kind, "ddp", 6, store, str(tmp_path / "both"), True)
+    assert_close(tmp_path / "one", tmp_path / "both")
+
+
+def test_the_same_world_resumes_bit_for_bit(store: str, tmp_path: Path) -> None:
+    """Two processes that stop and resume end with the weights of two that never stopped."""
+    launch(2, "melodi", "ddp", 6, store, str(tmp_path / "whole"), False)
+    launch(2, "melodi", "ddp", 3, store, str(tmp_path / "parts"), False)
+    launch(2, "melodi", "ddp", 6, store, str(tmp_path / "parts"), True)
+    a, b = (load_file(tmp_path / run / "model.safetensors") for run in ("whole", "parts"))
+    assert all(torch.equal(a[name], b[name]) for name in a)
