@@ -4,9 +4,14 @@ BIN := .venv/bin
 
 .PHONY: demo test check clean
 
+# Trains on the source of Python's standard library, which is already on the machine.
 demo: .venv/installed
-	$(BIN)/melodi memory
-	$(BIN)/python examples/read_untrained.py
+	rm -rf runs/demo
+	$(BIN)/melodi prepare --out runs/demo/store
+	$(BIN)/melodi train --preset laptop-melodi --data runs/demo/store --out runs/demo/run
+	$(BIN)/melodi eval runs/demo/run
+	$(BIN)/melodi generate --run runs/demo/run --prompt "def read(self" --max-tokens 120 --seed 1
+	$(BIN)/melodi report runs/demo/run
 
 test: .venv/installed
 	$(BIN)/python -m pytest

@@ -15,13 +15,86 @@ import tyro
 
 from melodi.config import PRESETS, ModelConfig, preset
 from melodi.console import fail, parse, print_table, take_option
-from melodi.prepare_command import prepare
-from melodi.run import Machinery, Run, TrainConfig, recipe
+from melodi.run import Machinery, Run, TrainConfig, check_store, recipe
 
 if TYPE_CHECKING:
+    from melodi.data import TokenStore
     from melodi.evaluate import Evaluation
 
 Unprefixed = tyro.conf.arg(name="")
+
+
+@dataclass
+class PrepareArgs:
+    sources: tyro.conf.Positional[tuple[str, ...]] = ()
+    """Folders and files of .txt, .md, .tex, .py, .jsonl, .jsonl.gz, .jsonl.zst and .parquet; pg19,
+    arxiv-math, c4-4k or hub:NAME[:CONFIG]. Without any: the standard library of this Python.
+    A folder with parts named train and validation or test keeps these splits, and only these."""
+    out: Path = Path("store")
+    """Folder to make the token store in."""
+    vocab_size: int | None = None
+    """Train a byte-level vocabulary of this size on the training documents; 2048 by default."""
+    tokenizer: str | None = None
+    """Use this SentencePiece *.model or tokenizer.json instead, or bytes."""
+    text_column: str = "text"
+    """Where JSON lines, parquet and hub datasets have their text."""
+    validation_share: float = 0.02
+    """Share of the documents to hold out, unless the source has splits."""
+    test_share: float = 0.02
+    """Share of the documents to hold out, unless the source has splits."""
+    workers: int | None = None
+    """Threads that encode; as many as there are cores by default."""
+    json: bool = False
+    """Print the manifest as JSON instead of a table."""
+
+
+def prepare(args: list[str]) -> None:
+    """Corpus to tokenizer and token store; run again, an interrupted one continues.
+
+    Example: melodi prepare books/ --out store --vocab-size 8192
+    """
+    from melodi import data
+
+    options = parse(PrepareArgs, prepare, args)
+    try:
+        store = data.prepare(
+            options.sources,
+            options.out,
+            options.vocab_size,
+            options.tokenizer,
+            options.workers,
+            options.text_column,
+            options.validation_share,
+            options.test_share,
+        )
+    except KeyboardInterrupt:
+        print("melodi: interrupted: the same command continues from here", file=sys.stderr)
+        raise SystemExit(130) from None
+    if options.json:
+        print(json.dumps(store.manifest, indent=2))
+    else:
+        print_store(store)
+
+
+def print_store(store: "TokenStore") -> None:
+    from melodi.draft import counts_in_words
+
+    manifest = store.manifest
+    print_table(
+        f"{store.path}: {', '.join(manifest['sources'])}, vocabulary of {store.vocab_size:,}",
+        ["split", "documents", "tokens", "bytes", "bytes/token"],
+        [
+            [
+                split,
+                *[f"{about[key]:,}" for key in ("documents", "tokens", "bytes")],
+                f"{about['bytes'] / max(about['tokens'], 1):.2f}",
+            ]
+            for split, about in manifest["splits"].items()
+        ],
+    )
+    for what in ("skipped", "repaired"):
+        if manifest[what]:
+            print(f"{what}: {counts_in_words(manifest[what])}")
 
 
 @dataclass
@@ -114,7 +187,6 @@ def eval_(args: list[str]) -> None:
     from melodi.checkpoint import load, write_json
     from melodi.data import TokenStore
     from melodi.evaluate import choose, evaluate
-    from melodi.run import check_store
 
     options = parse(EvalArgs, eval_, args)
     if options.threads:

@@ -182,6 +182,22 @@ def vital_signs(model: LanguageModel) -> dict[str, float]:
     }
 
 
+def memory_shares(
+    model: LanguageModel, tokens: np.ndarray, nats: Nats | None = None
+) -> dict[str, float]:
+    """The share of attention that goes to memory while these tokens are read, from the second
+    window on: of self-attention to the past in each layer, and its mean."""
+    device = model.embedding.weight.device
+    tokens_1T = torch.from_numpy(tokens.astype(np.int64))[None].to(device)
+    was_training = model.training
+    model.eval()
+    with torch.inference_mode(), watching(model) as shares:
+        (nats or model.nats)(tokens_1T, torch.full_like(tokens_1T, -1), model.empty_state(1))
+    model.train(was_training)
+    means = {name: float(np.mean(values[1:])) for name, values in shares.items() if values[1:]}
+    return {**means, "past": float(np.mean(list(means.values())))} if means else {}
+
+
 @contextlib.contextmanager
 def watching(model: LanguageModel) -> Iterator[dict[str, list[float]]]:
     """Collects, while the model reads, the share of self-attention that goes to the past: to

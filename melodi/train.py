@@ -26,7 +26,7 @@ from melodi.checkpoint import read_json, write_json, write_tensors
 from melodi.config import ModelConfig
 from melodi.data import Batch, Rows, TokenStore
 from melodi.distributed import Processes, release, spread, without_reduction
-from melodi.evaluate import Evaluation, choose, evaluate, vital_signs
+from melodi.evaluate import Evaluation, choose, evaluate, memory_shares, vital_signs
 from melodi.memory import MemoryState
 from melodi.model import LanguageModel
 from melodi.optim import (
@@ -42,6 +42,8 @@ from melodi.run import Machinery, Run, TrainConfig, check_store, check_vocabular
 Bar: TypeAlias = "tqdm[Any]"
 MOST_SKIPS = 5
 """Steps in a row that may be skipped before the run stops."""
+SHARE_WINDOWS = 16
+"""Windows of a validation document over which attention to memory is measured."""
 
 
 def train(
@@ -285,9 +287,14 @@ class Trainer:
         )
         result.nats, predictions = self.group.total(result.nats, result.predictions)
         result.predictions = int(predictions)
+        shares = {}
+        if not self.machinery.compile:
+            sample = documents[chosen[0]][: SHARE_WINDOWS * self.model.config.window]
+            shares = memory_shares(self.model, sample, self.reading)
         self._record(
             {
                 "step": self.step,
+                **shares,
                 "validation_loss": result.loss,
                 "validation_perplexity": result.perplexity,
                 "validation_bits_per_byte": result.bits_per_byte,
@@ -295,7 +302,8 @@ class Trainer:
         )
         bar.write(
             f"step {self.step}: validation loss {result.loss:.4f}, perplexity "
-            f"{result.perplexity:.2f}, {result.bits_per_byte:.3f} bits per byte",
+            f"{result.perplexity:.2f}, {result.bits_per_byte:.3f} bits per byte"
+            + (f", {shares['past']:.0%} of self-attention to the past" if shares else ""),
             file=sys.stderr,
         )
         if result.loss < self.best:

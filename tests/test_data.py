@@ -17,10 +17,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from melodi import corpus, draft
+from melodi.cli import prepare as prepare_command
 from melodi.corpus import Document, hub_documents, open_source, standard_library
 from melodi.data import Batch, Documents, Rows, TokenStore, prepare
 from melodi.draft import SPLITS, Shares, assign_splits, place_of, sample
-from melodi.prepare_command import prepare as prepare_command
 from melodi.tokenizer import load_tokenizer
 
 

@@ -73,9 +73,10 @@ def assert_close(ours: Path, theirs: Path) -> None:
     for name in a:
         torch.testing.assert_close(a[name], b[name], rtol=0, atol=2e-6, msg=name)
     last = "checkpoints/step-00000006/trainer.json"
-    assert json.loads((ours / last).read_text())["rows"] == json.loads(
-        (theirs / last).read_text()
-    )["rows"]
+    assert (
+        json.loads((ours / last).read_text())["rows"]
+        == json.loads((theirs / last).read_text())["rows"]
+    )
 
 
 @pytest.mark.parametrize(

@@ -301,6 +301,7 @@ def test_training_learns_and_the_gate_moves(store: TokenStore, tmp_path: Path) -
     assert steps[-1]["loss"] < 0.7 * steps[0]["loss"]
     assert steps[-1]["gate/1"] != steps[0]["gate/1"]
     assert 0 <= steps[-1]["data_share"] < 1
+    assert 0 < records[-1]["past"] < 1
 
 
 def test_a_run_can_be_loaded(finished: Path, store: TokenStore) -> None:
