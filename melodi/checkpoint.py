@@ -7,18 +7,15 @@
    number of processes can take over. Everything is safetensors and JSON: no code runs on loading.
 """
 
-import hashlib
-import json
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from melodi.config import ModelConfig
+from melodi.files import checksum, read_json, sync, write_json
 from melodi.memory import MemoryState
 from melodi.model import LanguageModel
 from melodi.tokenizer import load_tokenizer
@@ -146,32 +143,3 @@ def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
     )
     sync(partial)
     partial.replace(path)
-
-
-def write_json(path: Path, value: Any) -> None:
-    replace_text(path, json.dumps(value, indent=2))
-
-
-def replace_text(path: Path, text: str) -> None:
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(text)
-    sync(partial)
-    partial.replace(path)
-
-
-def read_json(path: Path) -> Any:
-    return json.loads(path.read_text())
-
-
-def sync(path: Path) -> None:
-    """Makes sure that what was written has reached the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def checksum(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "blake2b").hexdigest()[:32]

@@ -15,6 +15,7 @@ import tyro
 
 from melodi.config import PRESETS, ModelConfig, preset
 from melodi.console import fail, parse, print_table, take_option
+from melodi.files import write_json
 from melodi.run import Machinery, Run, TrainConfig, check_store, recipe
 
 if TYPE_CHECKING:
@@ -184,7 +185,7 @@ def eval_(args: list[str]) -> None:
     import torch
     from tqdm import tqdm
 
-    from melodi.checkpoint import load, write_json
+    from melodi.checkpoint import load
     from melodi.data import TokenStore
     from melodi.evaluate import choose, evaluate
 

@@ -27,10 +27,10 @@ from melodi.draft import (
     Draft,
     IntArray,
     Shares,
-    checksum_of,
     full_disk_named,
     trained_on,
 )
+from melodi.files import checksum
 from melodi.tokenizer import Tokenizer, load_tokenizer
 
 
@@ -127,9 +127,9 @@ class TokenStore:
     def verify(self) -> None:
         """Compares all files with their checksums."""
         for split in SPLITS:
-            for kind, checksum in self.manifest["splits"][split]["checksums"].items():
+            for kind, expected in self.manifest["splits"][split]["checksums"].items():
                 path = self.path / f"{split}.{kind}"
-                if checksum_of(path) != checksum:
+                if checksum(path) != expected:
                     raise ValueError(f"{path} is damaged: its checksum differs; prepare it again")
         _ = self.tokenizer
 

@@ -33,6 +33,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from melodi.corpus import BINARY, Document, Source
+from melodi.files import checksum, write_json
 from melodi.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 
 FORMAT, VERSION = "melodi-store", 1
@@ -73,7 +74,7 @@ class Draft:
     document in another, and a third that says how much of the two is valid."""
 
     TOKENS, ROWS, PROGRESS = "draft.tokens", "draft.documents", "draft.json"
-    PROGRESS_NEW = "draft.new"
+    PROGRESS_NEW = "draft.json.partial"
     COLUMNS = ("tokens", "bytes", "digest", "place", "split")
 
     def __init__(self, folder: Path, request: dict[str, Any]) -> None:
@@ -162,7 +163,7 @@ class Draft:
             "skipped": self.progress["skipped"],
             "repaired": self.progress["repaired"],
         }
-        write_atomically(self.folder / "manifest.json", json.dumps(manifest, indent=2))
+        write_json(self.folder / "manifest.json", manifest)
         self._remove()
 
     def rows(self) -> IntArray:
@@ -180,7 +181,7 @@ class Draft:
                 )
 
     def _save_progress(self) -> None:
-        write_atomically(self.folder / self.PROGRESS, json.dumps(self.progress))
+        write_json(self.folder / self.PROGRESS, self.progress)
 
     def _remove(self) -> None:
         for name in (self.TOKENS, self.ROWS, self.PROGRESS):
@@ -384,9 +385,7 @@ def write_split(
         "documents": index.shape[1] - 1,
         "tokens": int(index[0, -1]),
         "bytes": int(index[1, -1]),
-        "checksums": {
-            kind: checksum_of(path.with_suffix(f".{kind}")) for kind in ("tokens", "index")
-        },
+        "checksums": {kind: checksum(path.with_suffix(f".{kind}")) for kind in ("tokens", "index")},
     }
 
 
@@ -407,20 +406,6 @@ def open_kept(path: Path) -> Any:
     """For writing, with what is in it."""
     path.touch()
     return path.open("r+b")
-
-
-def checksum_of(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "blake2b").hexdigest()[:32]
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """The file has its old contents or its new ones, whenever the machine stops."""
-    new = path.with_suffix(".new")
-    with new.open("w", encoding="utf-8") as file:
-        file.write(text)
-        sync(file)
-    os.replace(new, path)
 
 
 def dtype_name(tokenizer: Tokenizer) -> str:

@@ -25,9 +25,10 @@ from typing import Any, Literal
 import torch
 
 import melodi
-from melodi.checkpoint import Checkpoints, read_json, replace_text, write_json
+from melodi.checkpoint import Checkpoints
 from melodi.config import ModelConfig
 from melodi.data import TokenStore
+from melodi.files import read_json, write_json, write_text
 from melodi.optim import OptimizerConfig
 
 
@@ -151,7 +152,7 @@ class Run:
         if self.metrics.exists():
             lines = self.metrics.read_text().splitlines()
             kept = [line for line in lines if _step_of(line) <= step]
-            replace_text(self.metrics, "".join(f"{line}\n" for line in kept))
+            write_text(self.metrics, "".join(f"{line}\n" for line in kept))
 
 
 def extended(ours: TrainConfig, wanted: TrainConfig) -> TrainConfig:

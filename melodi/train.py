@@ -22,11 +22,12 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from melodi import checkpoint
-from melodi.checkpoint import read_json, write_json, write_tensors
+from melodi.checkpoint import write_tensors
 from melodi.config import ModelConfig
 from melodi.data import Batch, Rows, TokenStore
 from melodi.distributed import Processes, release, spread, without_reduction
 from melodi.evaluate import Evaluation, choose, evaluate, memory_shares, vital_signs
+from melodi.files import read_json, write_json
 from melodi.memory import MemoryState
 from melodi.model import LanguageModel
 from melodi.optim import (

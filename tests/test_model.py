@@ -190,7 +190,7 @@ def test_top_k_of_everything_is_dense() -> None:
 def test_modules_import_only_from_above() -> None:
     """Data flows one way through the package."""
     order = ["config", "transformer", "memory", "layers", "baselines", "model", "meliad"]
-    order += ["tokenizer", "corpus", "draft", "data", "optim", "checkpoint", "distributed"]
+    order += ["files", "tokenizer", "corpus", "draft", "data", "optim", "checkpoint", "distributed"]
     order += ["evaluate", "run", "train", "stream", "report", "console", "cli"]
     package = Path(melodi.__file__).parent
     assert {path.stem for path in package.glob("[a-z]*.py")} == set(order)
