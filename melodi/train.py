@@ -134,7 +134,7 @@ class Trainer:
                     self._log(meter, bar)
                     meter = Meter()
                 if self.step % config.validate_every == 0 or done:
-                    result = self._validate(bar)
+                    result = self._validate()
                 stop = self.group.any(interrupted())
                 if self.step % config.save_every == 0 or done or stop:
                     self.save()
@@ -272,10 +272,13 @@ class Trainer:
             self.run.rewind(self.step)
         self._say(f"resuming {self.run.folder} after step {self.step}")
 
-    def _validate(self, bar: Bar) -> Evaluation:
+    def _validate(self) -> Evaluation:
         """Whole validation documents, shared out over the processes; the best weights are kept."""
         documents = self.store.split("validation")
         chosen = choose(documents, self.config.validation_tokens)
+        if not chosen:
+            self._say(f"store {self.store.path} has no validation documents: nothing to validate")
+            return Evaluation()
         rows = -(-min(len(chosen), 8) // self.group.world) * self.group.world
         result = evaluate(
             self.model,
@@ -301,11 +304,10 @@ class Trainer:
                 "validation_bits_per_byte": result.bits_per_byte,
             }
         )
-        bar.write(
+        self._say(
             f"step {self.step}: validation loss {result.loss:.4f}, perplexity "
             f"{result.perplexity:.2f}, {result.bits_per_byte:.3f} bits per byte"
-            + (f", {shares['past']:.0%} of self-attention to the past" if shares else ""),
-            file=sys.stderr,
+            + (f", {shares['past']:.0%} of self-attention to the past" if shares else "")
         )
         if result.loss < self.best:
             self.best = result.loss

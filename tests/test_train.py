@@ -343,6 +343,14 @@ def test_evaluation_counts_every_prediction_once(kind: str, store: TokenStore) -
     assert sum(part.nats for part in shared) == pytest.approx(nats, rel=1e-5)
 
 
+def test_training_without_validation_documents(tmp_path: Path) -> None:
+    """A store with one document trains, says that there is nothing to validate on, and loads."""
+    (tmp_path / "only.txt").write_text("a single document " * 9)
+    lone = prepare([tmp_path / "only.txt"], tmp_path / "store", tokenizer="bytes", workers=1)
+    train(tmp_path / "run", lone, model_config(), CONFIG, Machinery(), ALONE)
+    assert same(melodi.load(tmp_path / "run").state_dict(), weights(tmp_path / "run"))
+
+
 def test_choose_takes_whole_documents(store: TokenStore) -> None:
     documents = store.split("train")
     assert choose(documents, None) == list(range(len(documents)))
