@@ -417,6 +417,9 @@ def main(args: list[str] | None = None) -> None:
         fail(f"command {name!r} is unknown: choose one of {', '.join(COMMANDS)}")
     try:
         COMMANDS[name](rest)
+    except BrokenPipeError:  # the reader of the output, `head` say, has gone
+        sys.stderr.close()
+        sys.exit(1)
     except (ValueError, OSError) as error:
         fail(" ".join(str(error).split()))
     except KeyboardInterrupt as stop:

@@ -124,6 +124,8 @@ class Trainer:
         """Steps, logs, validations and checkpoints until the end, or until interrupted."""
         config = self.config
         result = Evaluation()
+        if self.step >= config.steps:
+            self._say(f"{self.run.folder}: all {config.steps} steps are done already")
         with Interruption() as interrupted, self._progress() as bar:
             meter = Meter()
             while self.step < config.steps:
