@@ -90,7 +90,11 @@ def recipe(preset: str) -> TrainConfig:
             validation_tokens=1_000_000,
             save_every=1_000,
         )
-    return TrainConfig(optimizer=OptimizerConfig("adamw", peak=3e-3, floor=3e-4, warmup=50))
+    return TrainConfig(
+        optimizer=OptimizerConfig("muon", peak=0.02, floor=0.002, warmup=20, gate_multiplier=10),
+        steps=240,
+        validate_every=80,
+    )
 
 
 class Run:
