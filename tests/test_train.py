@@ -304,6 +304,41 @@ def test_training_learns_and_the_gate_moves(store: TokenStore, tmp_path: Path) -
     assert 0 < records[-1]["past"] < 1
 
 
+def test_machinery_changes_no_step(store: TokenStore, tmp_path: Path) -> None:
+    """Windows computed again give the same weights; TensorBoard is written where asked for."""
+    config = replace(CONFIG, steps=3)
+    train(tmp_path / "plain", store, model_config(), config, Machinery(), ALONE)
+    machinery = Machinery(checkpoint_windows=True, tensorboard=True)
+    train(tmp_path / "again", store, model_config(), config, machinery, ALONE)
+    a, b = weights(tmp_path / "plain"), weights(tmp_path / "again")
+    for name in a:
+        torch.testing.assert_close(a[name], b[name])
+    assert list((tmp_path / "again" / "tensorboard").iterdir())
+
+
+def test_bf16_keeps_weights_and_memory_in_float32(store: TokenStore, tmp_path: Path) -> None:
+    trainer = start(tmp_path / "run", store, precision="bf16", steps=3)
+    trainer.run_all()
+    tensors = [*trainer.model.parameters(), *trainer.states[0].layers[1]]
+    assert {tensor.dtype for tensor in tensors} == {torch.float32}
+    exact = start(tmp_path / "exact", store, steps=3)
+    exact.run_all()
+    for a, b in zip(trainer.model.parameters(), exact.model.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0.05)
+
+
+@pytest.mark.slow
+def test_compiled_layers_train_alike(store: TokenStore, tmp_path: Path) -> None:
+    """`--compile` ends with the weights of eager training, up to rounding."""
+    config = replace(CONFIG, steps=2, validate_every=9, save_every=9)
+    model = replace(model_config(), dropout=0.0, layers=("long",))
+    train(tmp_path / "eager", store, model, config, Machinery(), ALONE)
+    train(tmp_path / "compiled", store, model, config, Machinery(compile=True), ALONE)
+    a, b = weights(tmp_path / "eager"), weights(tmp_path / "compiled")
+    for name in a:
+        torch.testing.assert_close(a[name], b[name], rtol=0, atol=1e-4)
+
+
 def test_a_run_can_be_loaded(finished: Path, store: TokenStore) -> None:
     """`load` gives the best weights, in evaluation mode, with the tokenizer."""
     model = melodi.load(finished)
