@@ -72,7 +72,9 @@ DIALECTS = {
         memorizing_bias=False,
     ),
 }
-DIALECTS["default"] = replace(DIALECTS["paper"], mixer="residual", embedding="root")
+DIALECTS["default"] = replace(
+    DIALECTS["paper"], mixer="residual", attention="normalised-root", embedding="root"
+)
 
 
 @functools.cache

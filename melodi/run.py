@@ -91,7 +91,7 @@ def recipe(preset: str) -> TrainConfig:
             save_every=1_000,
         )
     return TrainConfig(
-        optimizer=OptimizerConfig("muon", peak=0.02, floor=0.002, warmup=20, gate_multiplier=10),
+        optimizer=OptimizerConfig("muon", peak=0.04, floor=0.004, warmup=20, gate_multiplier=10),
         steps=240,
         validate_every=80,
     )

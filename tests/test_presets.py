@@ -87,8 +87,7 @@ def test_starts() -> None:
     assert official.embedding.weight.std().item() == pytest.approx(1, rel=0.05)
     assert (official.layers[0].block.scale.factor == 1).all()
     assert official.layers[3].gate.logit.std().item() == pytest.approx(0.88 * 0.25, rel=0.3)
-    rooted = replace(PRESETS["laptop-melodi"], dialect="default,attention=normalised-root")
-    assert LanguageModel(rooted).layers[0].block.scale.factor.tolist() == pytest.approx(
+    assert model.layers[0].block.scale.factor.tolist() == pytest.approx(
         [32**0.5] * 4
     )
 
@@ -163,7 +162,7 @@ def test_digest_sees_what_memory_depends_on() -> None:
     assert config.digest() == replace(config, dropout=0.3, head_width=32).digest()
     assert config.digest() != replace(config, long_term_windows=65).digest()
     assert config.digest() != replace(config, dialect="paper").digest()
-    spelled_out = "paper,mixer=residual,embedding=root"
+    spelled_out = "paper,mixer=residual,attention=normalised-root,embedding=root"
     assert config.digest() == replace(config, dialect=spelled_out).digest()
 
 
