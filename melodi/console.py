@@ -55,7 +55,7 @@ def print_table(title: str, columns: list[str], rows: list[list[str]]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title=title, title_justify="left")
+    table = Table()
     for i, column in enumerate(columns):
         table.add_column(column, justify="right" if i else "left", no_wrap=True)
     for row in rows:
@@ -63,4 +63,5 @@ def print_table(title: str, columns: list[str], rows: list[list[str]]) -> None:
     # Figures are never cut short, however narrow the terminal.
     console = Console()
     console.width = max(console.width, Console(width=1000).measure(table).maximum)
+    print(title)
     console.print(table)

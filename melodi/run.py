@@ -92,8 +92,7 @@ def recipe(preset: str) -> TrainConfig:
         )
     return TrainConfig(
         optimizer=OptimizerConfig("muon", peak=0.04, floor=0.004, warmup=20, gate_multiplier=10),
-        steps=240,
-        validate_every=80,
+        steps=200,
     )
 
 

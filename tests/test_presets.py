@@ -87,9 +87,7 @@ def test_starts() -> None:
     assert official.embedding.weight.std().item() == pytest.approx(1, rel=0.05)
     assert (official.layers[0].block.scale.factor == 1).all()
     assert official.layers[3].gate.logit.std().item() == pytest.approx(0.88 * 0.25, rel=0.3)
-    assert model.layers[0].block.scale.factor.tolist() == pytest.approx(
-        [32**0.5] * 4
-    )
+    assert model.layers[0].block.scale.factor.tolist() == pytest.approx([32**0.5] * 4)
 
 
 @pytest.mark.parametrize("name", PAPER_12)
