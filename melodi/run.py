@@ -128,6 +128,7 @@ class Run:
                 "data": {
                     "path": str(store.path.resolve()),
                     "tokenizer_digest": store.manifest["tokenizer_digest"],
+                    "train_checksum": train_checksum(store),
                 },
             },
         )
@@ -186,6 +187,18 @@ def check_store(store: TokenStore, digest: str) -> None:
             f"store {store.path} was made with another tokenizer than the run "
             f"({store.manifest['tokenizer_digest']}, not {digest}): give the run's own store"
         )
+
+
+def check_same_data(store: TokenStore, checksum: str) -> None:
+    if train_checksum(store) != checksum:
+        raise ValueError(
+            f"store {store.path} holds other training documents than the run began with: give the "
+            "run's own store"
+        )
+
+
+def train_checksum(store: TokenStore) -> str:
+    return str(store.manifest["splits"]["train"]["checksums"]["tokens"])
 
 
 def check_vocabulary(model: ModelConfig, store: TokenStore) -> None:

@@ -38,7 +38,15 @@ from melodi.optim import (
     schedule,
     shard_like,
 )
-from melodi.run import Machinery, Run, TrainConfig, check_store, check_vocabulary, extended
+from melodi.run import (
+    Machinery,
+    Run,
+    TrainConfig,
+    check_same_data,
+    check_store,
+    check_vocabulary,
+    extended,
+)
 
 Bar: TypeAlias = "tqdm[Any]"
 MOST_SKIPS = 5
@@ -61,6 +69,7 @@ def train(
     if resume:
         own_model, own_config, data = run.configs()
         check_store(store, data["tokenizer_digest"])
+        check_same_data(store, data["train_checksum"])
         config = extended(own_config, config)
         if model != own_model:
             raise ValueError(

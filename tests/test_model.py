@@ -1,6 +1,7 @@
 """What the laws leave open: loss, dropout, compilation, autocast, sizes, house rules."""
 
 import ast
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -185,6 +186,15 @@ def test_top_k_of_everything_is_dense() -> None:
     scores = q @ k.transpose(2, 3)
     kept = scores >= scores.topk(4, dim=-1).values[..., -1:]
     torch.testing.assert_close(attend_best(q, k, v, written, 4), attend(q, k, v, visible=kept))
+
+
+def test_the_readme_code_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The Python example of the README runs as it stands."""
+    readme = (Path(__file__).parents[1] / "README.md").read_text()
+    (example,) = re.findall(r"```python\n(.*?)```", readme, re.S)
+    monkeypatch.chdir(tmp_path)
+    exec(example, {})
+    assert (tmp_path / "memory.safetensors").exists()
 
 
 def test_modules_import_only_from_above() -> None:

@@ -290,6 +290,14 @@ def test_refusals(message: str, finished: Path, store: TokenStore) -> None:
         REFUSED[message](finished, store)
 
 
+def test_other_documents_are_refused(finished: Path, tmp_path: Path) -> None:
+    """A run is resumed on the documents that it began with, not on others of the same tokenizer."""
+    (tmp_path / "other.txt").write_text("another book " * 9)
+    other = prepare([tmp_path / "other.txt"], tmp_path / "store", tokenizer="bytes", workers=1)
+    with pytest.raises(ValueError, match="other training documents than the run began with"):
+        train(finished, other, model_config(), CONFIG, Machinery(), ALONE, resume=True)
+
+
 def test_training_learns_and_the_gate_moves(store: TokenStore, tmp_path: Path) -> None:
     """The loss falls, and the memory's vital signs are reported."""
     config = replace(CONFIG, steps=30, validate_every=30, save_every=30)
