@@ -1,7 +1,7 @@
 """The paper's h(z, x, u): layers that read a piece of a window and, when it is full, remember it.
 
 - `Layer` is the frame that every kind shares, the baselines too: self-attention over
-  [past; window; summary], then what else the kind consults, then what it remembers.
+  [past; window; summary], then what else the kind attends to, then what it remembers.
 - `ShortTermLayer` (Sec. 2.2, Fig. 2) rewrites its short-term memory z by token mixers.
 - `LongTermLayer` (Sec. 2.3, Fig. 3) adds the queue of compressed pairs, the gate, and M_long.
 - A piece is at most one window per row. Whole aligned windows are the fast path; in all other

@@ -117,8 +117,8 @@ class Trainer:
         self.optimizer = make_optimizer(self.model, config.optimizer)
         length = config.segment_windows * model_config.window
         self.rows = Rows(store.split("train"), config.rows, length, config.seed)
-        part = len(self.mine) // config.accumulate
-        self.states = [self.model.empty_state(part) for _ in range(config.accumulate)]
+        self.part = len(self.mine) // config.accumulate
+        self.states = [self.model.empty_state(self.part) for _ in range(config.accumulate)]
         self.step = 0
         self.skipped = 0
         self.skips_in_a_row = 0
@@ -188,7 +188,7 @@ class Trainer:
     def _gradients(self, batch: Batch, predictions: int) -> tuple[float, list[MemoryState]]:
         """Adds up the gradients of the mean loss over all rows of all processes."""
         states, nats = [], 0.0
-        device, part = self.group.device, len(self.mine) // self.config.accumulate
+        device, part = self.group.device, self.part
         # DDP and FSDP2 average over processes; each contributes its share of the one mean.
         scale = self.group.world / max(predictions, 1)
         for i, state in enumerate(self.states):
@@ -235,13 +235,12 @@ class Trainer:
 
     def save(self) -> None:
         """Everything that the next step depends on, and the weights for use."""
-        weights = {name: full(tensor) for name, tensor in self.model.state_dict().items()}
+        weights = self._whole_weights()
         moments = flatten_state(self.optimizer, self.model)
-        part = len(self.mine) // self.config.accumulate
 
         def fill(folder: Path) -> None:
             for i, state in enumerate(self.states):
-                checkpoint.save_rows(folder, self.mine.start + i * part, state)
+                checkpoint.save_rows(folder, self.mine.start + i * self.part, state)
             if self.group.first:
                 write_tensors(folder / "model.safetensors", weights)
                 write_tensors(folder / "optimizer.safetensors", moments)
@@ -271,9 +270,9 @@ class Trainer:
         saved = read_json(folder / "trainer.json")
         set_weights(self.model, load_file(folder / "model.safetensors"))
         restore_state(self.optimizer, self.model, load_file(folder / "optimizer.safetensors"))
-        part = len(self.mine) // self.config.accumulate
+        first, part = self.mine.start, self.part
         self.states = [
-            checkpoint.load_rows(folder, self.mine.start + i * part, part).to(self.group.device)
+            checkpoint.load_rows(folder, first + i * part, part).to(self.group.device)
             for i in range(self.config.accumulate)
         ]
         self.rows.load_state_dict(saved["rows"])
@@ -322,10 +321,14 @@ class Trainer:
         )
         if result.loss < self.best:
             self.best = result.loss
-            weights = {name: full(tensor) for name, tensor in self.model.state_dict().items()}
+            weights = self._whole_weights()
             if self.group.first:
                 write_tensors(self.run.folder / "best.safetensors", weights)
         return result
+
+    def _whole_weights(self) -> dict[str, Tensor]:
+        """Every process must ask at the same time."""
+        return {name: full(tensor) for name, tensor in self.model.state_dict().items()}
 
     def _log(self, meter: "Meter", bar: Bar) -> None:
         signs = vital_signs(self.model) if self.machinery.sharding != "fsdp" else {}
