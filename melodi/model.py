@@ -21,11 +21,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from melodi.baselines import MemorizingLayer, RecurrentLayer, XLLayer
 from melodi.config import ModelConfig
-from melodi.layers import Layer, LongTermLayer, Piece, ShortTermLayer
+from melodi.layers.melodi import Layer, LongTermLayer, Piece, ShortTermLayer
+from melodi.layers.transformer import RelativePositionBias, RMSNorm, randomise
+from melodi.layers.transformer_xl import MemorizingLayer, RecurrentLayer, XLLayer
 from melodi.memory import Fingerprint, MemoryState, OpenWindow
-from melodi.transformer import RelativePositionBias, RMSNorm, randomise
 
 LOSS_CHUNK = 2048
 """Predictions whose logits exist at the same time in `LanguageModel.loss`."""

@@ -18,82 +18,18 @@ import platform
 import subprocess
 import sys
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 import melodi
-from melodi.checkpoint import Checkpoints
 from melodi.config import ModelConfig
-from melodi.data import TokenStore
+from melodi.config.training import OptimizerConfig, TrainConfig
+from melodi.data.store import TokenStore
 from melodi.files import read_json, write_json, write_text
-from melodi.optim import OptimizerConfig
-
-
-@dataclass(frozen=True)
-class TrainConfig:
-    """How a model is trained. Everything that the result depends on is here or in ModelConfig."""
-
-    optimizer: OptimizerConfig
-    steps: int = 500
-    """Updates of the weights."""
-    horizon: int | None = None
-    """Steps of the learning-rate schedule; as many as `steps` when not given."""
-    seed: int = 0
-    rows: int = 16
-    """Documents in flight, over all processes."""
-    segment_windows: int = 8
-    """Windows that a step reads of each document, and that gradients flow through."""
-    accumulate: int = 1
-    """Parts into which each process cuts its rows; their gradients are added up."""
-    clip: float = 1.0
-    """Largest norm of the gradient; 0 leaves it as it is."""
-    precision: Literal["fp32", "bf16"] = "fp32"
-    """bf16: autocast; weights and memory stay in float32."""
-    validate_every: int = 100
-    """Steps between validations; there is always one at the end."""
-    validation_tokens: int = 100_000
-    """Whole validation documents are read until they hold about this many tokens."""
-    save_every: int = 50
-    """Steps between checkpoints."""
-
-
-@dataclass(frozen=True)
-class Machinery:
-    """How a run is carried out, which does not change what it computes."""
-
-    sharding: Literal["ddp", "fsdp"] = "ddp"
-    """What many processes do: copy the model, or share it out."""
-    compile: bool = False
-    """Compile each layer."""
-    checkpoint_windows: bool = False
-    """Keep only what windows carry, and compute the rest again in the backward pass."""
-    keep: int = 3
-    """Checkpoints that are kept."""
-    log_every: int = 10
-    """Steps between lines of metrics."""
-    tensorboard: bool = False
-    """Log to RUN/tensorboard as well (extra: tensorboard)."""
-
-
-def recipe(preset: str) -> TrainConfig:
-    """The paper's recipe (Appendix B) for its presets, and one that learns in minutes for ours."""
-    if preset.startswith("paper-"):
-        return TrainConfig(
-            optimizer=OptimizerConfig("adafactor", peak=0.01, floor=0.001, warmup=1000),
-            steps=500_000,
-            rows=32,
-            clip=0.0,
-            validate_every=5_000,
-            validation_tokens=1_000_000,
-            save_every=1_000,
-        )
-    return TrainConfig(
-        optimizer=OptimizerConfig("muon", peak=0.04, floor=0.004, warmup=20, gate_multiplier=10),
-        steps=200,
-    )
+from melodi.training.checkpoint import Checkpoints
 
 
 class Run:

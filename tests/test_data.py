@@ -16,12 +16,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from melodi import corpus, draft
 from melodi.cli import prepare as prepare_command
-from melodi.corpus import Document, hub_documents, open_source, standard_library
-from melodi.data import Batch, Documents, Rows, TokenStore, prepare
-from melodi.draft import SPLITS, Shares, assign_splits, place_of, sample
-from melodi.tokenizer import load_tokenizer
+from melodi.data import corpus
+from melodi.data import prepare as draft
+from melodi.data.corpus import Document, hub_documents, open_source, standard_library
+from melodi.data.prepare import SPLITS, Shares, assign_splits, place_of, sample
+from melodi.data.store import Batch, Documents, Rows, TokenStore, prepare
+from melodi.data.tokenizer import load_tokenizer
 
 
 def write_folder(folder: Path, texts: dict[str, str | bytes]) -> Path:
@@ -271,8 +272,8 @@ def test_killed_equals_uninterrupted(folder: Path, tmp_path: Path) -> None:
     """The process itself is killed, several times, also before the first document."""
     command = (
         "import os, sys, threading\n"
-        "from melodi import corpus, draft\n"
-        "from melodi.data import prepare\n"
+        "from melodi.data import corpus, prepare as draft\n"
+        "from melodi.data.store import prepare\n"
         "corpus.PIECE, draft.SAVE_SECONDS = 64, 0\n"
         "threading.Timer(float(sys.argv[3]), lambda: os.kill(os.getpid(), 9)).start()\n"
         "prepare([sys.argv[1]], sys.argv[2], tokenizer='bytes')\n"

@@ -13,11 +13,10 @@ from safetensors.torch import load_file
 from zoo import KINDS
 
 from melodi.config import ModelConfig
-from melodi.data import TokenStore, prepare
-from melodi.distributed import processes
-from melodi.optim import OptimizerConfig
-from melodi.run import Machinery, TrainConfig
-from melodi.train import train
+from melodi.config.training import Machinery, OptimizerConfig, TrainConfig
+from melodi.data.store import TokenStore, prepare
+from melodi.training.distributed import processes
+from melodi.training.trainer import train
 
 pytestmark = pytest.mark.slow
 

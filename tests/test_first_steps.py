@@ -16,8 +16,8 @@ import torch
 
 from melodi import LanguageModel
 from melodi.config import PRESETS
-from melodi.optim import make_optimizer, schedule
-from melodi.run import recipe
+from melodi.config.training import recipe
+from melodi.training.optimizers import make_optimizer, schedule
 
 PATH = Path(__file__).parent / "golden" / "first_steps.json"
 NAMES = [name for name in PRESETS if name.startswith("laptop-")]

@@ -14,21 +14,21 @@ from torch import Tensor, nn
 from zoo import KINDS, ZOO, random_tokens
 
 from melodi import LanguageModel, ModelConfig
-from melodi.baselines import RecurrentState
 from melodi.config import PRESETS
-from melodi.layers import Gate, TokenMixer
-from melodi.optim import (
+from melodi.config.training import OptimizerConfig
+from melodi.layers.melodi import Gate, TokenMixer
+from melodi.layers.transformer import AttentionScale
+from melodi.layers.transformer_xl import RecurrentState
+from melodi.sharded import full
+from melodi.training.optimizers import (
     Adafactor,
     Muon,
-    OptimizerConfig,
     flatten_state,
-    full,
     make_optimizer,
     parameter_groups,
     restore_state,
     schedule,
 )
-from melodi.transformer import AttentionScale
 
 OFFICIAL = Path(__file__).parents[2] / "shared" / "golden" / "adafactor.npz"
 OPTIMIZERS = ("adafactor", "adamw", "muon")

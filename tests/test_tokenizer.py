@@ -9,8 +9,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from melodi import corpus
-from melodi.tokenizer import (
+from melodi.data import corpus
+from melodi.data.tokenizer import (
     END_OF_DOCUMENT,
     ByteTokenizer,
     Tokenizer,

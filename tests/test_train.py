@@ -17,12 +17,12 @@ from zoo import KINDS
 
 import melodi
 from melodi.config import ModelConfig
-from melodi.data import TokenStore, prepare
-from melodi.distributed import Processes
-from melodi.evaluate import choose, evaluate, watching
-from melodi.optim import OptimizerConfig
-from melodi.run import Machinery, Run, TrainConfig
-from melodi.train import Trainer, train
+from melodi.config.training import Machinery, OptimizerConfig, TrainConfig
+from melodi.data.store import TokenStore, prepare
+from melodi.evaluation.documents import choose, evaluate, watching
+from melodi.run import Run
+from melodi.training.distributed import Processes
+from melodi.training.trainer import Trainer, train
 
 ALONE = Processes(0, 1, torch.device("cpu"))
 CONFIG = TrainConfig(
@@ -201,7 +201,7 @@ def test_a_full_disk_leaves_the_last_checkpoint(
 
     trainer.take_step()
     with monkeypatch.context() as broken:
-        broken.setattr(melodi.train, "write_tensors", full_disk)
+        broken.setattr(melodi.training.trainer, "write_tensors", full_disk)
         with pytest.raises(OSError, match="No space left"):
             trainer.save()
     again = Trainer(trainer.run, store, model_config(), CONFIG, Machinery(), ALONE)

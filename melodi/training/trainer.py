@@ -21,32 +21,19 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from melodi import checkpoint
-from melodi.checkpoint import write_tensors
 from melodi.config import ModelConfig
-from melodi.data import Batch, Rows, TokenStore
-from melodi.distributed import Processes, release, spread, without_reduction
-from melodi.evaluate import Evaluation, choose, evaluate, memory_shares, vital_signs
+from melodi.config.training import Machinery, TrainConfig
+from melodi.data.store import Batch, Rows, TokenStore
+from melodi.evaluation.documents import Evaluation, choose, evaluate, memory_shares, vital_signs
 from melodi.files import read_json, write_json
 from melodi.memory import MemoryState
 from melodi.model import LanguageModel
-from melodi.optim import (
-    flatten_state,
-    full,
-    make_optimizer,
-    restore_state,
-    schedule,
-    shard_like,
-)
-from melodi.run import (
-    Machinery,
-    Run,
-    TrainConfig,
-    check_same_data,
-    check_store,
-    check_vocabulary,
-    extended,
-)
+from melodi.run import Run, check_same_data, check_store, check_vocabulary, extended
+from melodi.sharded import full, shard_like
+from melodi.training import checkpoint
+from melodi.training.checkpoint import write_tensors
+from melodi.training.distributed import Processes, release, spread, without_reduction
+from melodi.training.optimizers import flatten_state, make_optimizer, restore_state, schedule
 
 Bar: TypeAlias = "tqdm[Any]"
 MOST_SKIPS = 5

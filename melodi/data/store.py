@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from melodi.corpus import open_sources
-from melodi.draft import (
+from melodi.data.corpus import open_sources
+from melodi.data.prepare import (
     DTYPES,
     FORMAT,
     SPLITS,
@@ -30,8 +30,8 @@ from melodi.draft import (
     full_disk_named,
     trained_on,
 )
+from melodi.data.tokenizer import Tokenizer, load_tokenizer
 from melodi.files import checksum
-from melodi.tokenizer import Tokenizer, load_tokenizer
 
 
 def prepare(

@@ -1,96 +1,20 @@
-"""What a model is, as data: sizes, layer kinds, dialects, presets.
+"""What a model is, as data: its sizes and its layer kinds.
 
 - A model is a tuple of layer kinds: the sandwich of Fig. 1 is `sandwich(13, long_term=(8,))`.
-- An ablation is a config value, and a dialect is a record of values: one answer to each question on
-  which the paper and the official code (google-research/meliad) disagree.
-- `PRESETS` holds the paper's sizes (Sec. 3.2, Tables 3 and 5) and laptop sizes of the same shape.
+- An ablation is a config value.
 """
 
 import dataclasses
-import difflib
-import functools
 import hashlib
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, get_args
+from typing import Any
+
+from melodi.config.dialects import Dialect, check_keys, parse_dialect
 
 MELODI_KINDS = ("short", "long", "long-only")
 BASELINE_KINDS = ("xl", "recurrent", "memorizing")
 KINDS = (*MELODI_KINDS, "plain", *BASELINE_KINDS)
-
-
-@dataclass(frozen=True)
-class Dialect:
-    """One answer to each question on which the paper and the official code disagree."""
-
-    mixer: Literal["matrix", "residual"]
-    """matrix: the bare linear map. residual: normalised inputs, a bias, and the summary added."""
-    gate: Literal["head", "channel"]
-    """head: σ(g) per head, on long-term. channel: σ(g) per head and channel, on self-attention."""
-    long_term_store: Literal["pairs", "tokens"]
-    """pairs: key-value pairs. tokens: projected anew, with the current weights, in every window."""
-    empty_memory: Literal["masked", "zeros"]
-    """masked: never attended to. zeros: attended to as zero keys and values."""
-    causal_mask: Literal["inclusive", "strict"]
-    """strict: a token does not attend to itself."""
-    attention: Literal["scaled", "normalised", "normalised-root"]
-    """scaled: q·k/√E. normalised: unit q and k times a learned scale per head that also multiplies
-    the position bias and starts at 1; normalised-root: the same, starting at √E."""
-    activation: Literal["relu", "relu2", "gelu"]
-    ffn_bias: bool
-    """Biases in the feed-forward of Melodi; the baselines never have them."""
-    embedding: Literal["unit", "root"]
-    """unit: N(0, 1), logits divided by √D. root: the same function stored divided by √D."""
-    memorizing_bias: bool
-    """Relative position bias in the Memorizing layer's local attention."""
-
-
-DIALECTS = {
-    "paper": Dialect(
-        mixer="matrix",
-        gate="head",
-        long_term_store="pairs",
-        empty_memory="masked",
-        causal_mask="inclusive",
-        attention="scaled",
-        activation="relu",
-        ffn_bias=False,
-        embedding="unit",
-        memorizing_bias=True,
-    ),
-    "meliad": Dialect(
-        mixer="residual",
-        gate="channel",
-        long_term_store="tokens",
-        empty_memory="zeros",
-        causal_mask="strict",
-        attention="normalised",
-        activation="relu",
-        ffn_bias=True,
-        embedding="unit",
-        memorizing_bias=False,
-    ),
-}
-DIALECTS["default"] = replace(
-    DIALECTS["paper"], mixer="residual", attention="normalised-root", embedding="root"
-)
-
-
-@functools.cache
-def parse_dialect(text: str) -> Dialect:
-    """The named dialect, with the single answers that follow the name: "default,gate=channel"."""
-    name, *changes = text.split(",")
-    if name not in DIALECTS:
-        raise ValueError(f"dialect={name!r} is unknown: choose one of {', '.join(DIALECTS)}")
-    answers = dict(change.partition("=")[::2] for change in changes)
-    _check_keys(Dialect, answers)
-    for key, answer in answers.items():
-        known = get_args(Dialect.__annotations__[key]) or ("true", "false")
-        if answer not in known:
-            raise ValueError(f"dialect has {key}={answer!r}: choose one of {', '.join(known)}")
-    values: Any = {k: v == "true" if v in ("true", "false") else v for k, v in answers.items()}
-    return replace(DIALECTS[name], **values)
 
 
 @dataclass(frozen=True)
@@ -178,7 +102,7 @@ class ModelConfig:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "ModelConfig":
-        _check_keys(cls, values)
+        check_keys(cls, values)
         return cls(**values)
 
     def digest(self) -> str:
@@ -186,28 +110,6 @@ class ModelConfig:
         values = replace(self, dropout=0.0, head_width=self.head_size).to_dict()
         values["dialect"] = dataclasses.asdict(self.rules)
         return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
-
-
-def sandwich(
-    num_layers: int, long_term: Sequence[int] = (), short_term: Sequence[int] | None = None
-) -> tuple[str, ...]:
-    """Layer kinds of Melodi: short-term memory in `short_term` (everywhere when not given),
-    long-term memory in `long_term`."""
-    short_term = range(num_layers) if short_term is None else short_term
-    for name, indices in (("long-term", long_term), ("short-term", short_term)):
-        for i in indices:
-            if not 0 <= i < num_layers:
-                raise ValueError(
-                    f"{name} layer {i} is outside the stack of {num_layers} layers: "
-                    f"choose an index from 0 to {num_layers - 1}"
-                )
-    names = {
-        (True, True): "long",
-        (True, False): "long-only",
-        (False, True): "short",
-        (False, False): "plain",
-    }
-    return tuple(names[i in long_term, i in short_term] for i in range(num_layers))
 
 
 def _check(c: ModelConfig) -> None:
@@ -286,82 +188,3 @@ def _check_baselines(c: ModelConfig) -> None:
         raise ValueError(
             f"top_k={c.top_k} must be from 1 to memory_slots={c.memory_slots}, or None for all"
         )
-
-
-def _check_keys(cls: type, values: dict[str, Any]) -> None:
-    names = [field.name for field in dataclasses.fields(cls)]
-    for key in values:
-        if key not in names:
-            near = difflib.get_close_matches(key, names, 1)
-            hint = f": did you mean {near[0]!r}?" if near else f": known are {', '.join(names)}"
-            raise ValueError(f"{cls.__name__} has no field {key!r}{hint}")
-
-
-def _paper(layers: tuple[str, ...], **changes: Any) -> ModelConfig:
-    """The paper's sizes (Sec. 3.2)."""
-    return ModelConfig(
-        vocab_size=32_000,
-        width=1024,
-        num_heads=8,
-        ffn_width=4096,
-        window=512,
-        layers=layers,
-        dropout=0.05,
-        **changes,
-    )
-
-
-def _laptop(layers: tuple[str, ...], **changes: Any) -> ModelConfig:
-    """The paper's shape at a size that learns in minutes on two cores."""
-    sizes: dict[str, Any] = dict(vocab_size=2048, width=128, num_heads=4, ffn_width=512, window=64)
-    return ModelConfig(layers=layers, **{**sizes, **changes})
-
-
-def _at(num_layers: int, index: int, kind: str) -> tuple[str, ...]:
-    """A Transformer-XL stack with one layer of another kind."""
-    layers = ["xl"] * num_layers
-    layers[index] = kind
-    return tuple(layers)
-
-
-def _paper_family(num_layers: int, long_term_layer: int) -> dict[str, ModelConfig]:
-    melodi = sandwich(num_layers, long_term=(long_term_layer,))
-    family = {
-        f"melodi-s{s}-l{m}": _paper(
-            melodi, short_term_tokens=s, long_term_tokens=m, long_term_windows=128
-        )
-        for s, m in ((128, 64), (192, 32), (192, 96))
-    }
-    family["transformer-xl"] = _paper(("xl",) * num_layers)
-    # The recurrent layer costs about as much as two: the paper gives it one layer fewer.
-    family["block-recurrent"] = _paper(_at(num_layers - 1, -3, "recurrent"), recurrent_states=512)
-    family["memorizing"] = _paper(
-        _at(num_layers, long_term_layer, "memorizing"), memory_slots=65_536
-    )
-    family["no-memory"] = _paper(("plain",) * num_layers)
-    return family
-
-
-PRESETS: dict[str, ModelConfig] = {
-    **{f"paper-{name}": config for name, config in _paper_family(13, 8).items()},
-    **{f"paper-{name}-12": config for name, config in _paper_family(12, 6).items()},
-    "laptop-melodi": _laptop(
-        sandwich(6, long_term=(3,)),
-        short_term_tokens=16,
-        long_term_tokens=8,
-        long_term_windows=64,
-    ),
-    "laptop-transformer-xl": _laptop(("xl",) * 6),
-    # A wider feed-forward makes up for the missing layer, so that all have about the same size.
-    "laptop-block-recurrent": _laptop(_at(5, -3, "recurrent"), recurrent_states=64, ffn_width=544),
-    "laptop-memorizing": _laptop(_at(6, 3, "memorizing"), memory_slots=4096),
-    "laptop-no-memory": _laptop(("plain",) * 6),
-}
-
-
-def preset(name: str) -> ModelConfig:
-    if name not in PRESETS:
-        near = difflib.get_close_matches(name, PRESETS, 1)
-        hint = f"did you mean {near[0]!r}?" if near else f"choose one of {', '.join(PRESETS)}"
-        raise ValueError(f"preset {name!r} is unknown: {hint}")
-    return PRESETS[name]

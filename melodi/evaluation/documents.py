@@ -18,9 +18,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from melodi.baselines import MemorizingLayer
-from melodi.data import Documents
-from melodi.layers import LongTermLayer
+from melodi.data.store import Documents
+from melodi.layers.melodi import LongTermLayer
+from melodi.layers.transformer_xl import MemorizingLayer
 from melodi.memory import MemoryState
 from melodi.model import LanguageModel
 

@@ -15,10 +15,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from melodi.config import ModelConfig
+from melodi.data.tokenizer import load_tokenizer
 from melodi.files import checksum, read_json, sync, write_json
 from melodi.memory import MemoryState
 from melodi.model import LanguageModel
-from melodi.tokenizer import load_tokenizer
 
 CHECKSUMS = "checksums.json"
 

@@ -32,9 +32,9 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from melodi.corpus import BINARY, Document, Source
+from melodi.data.corpus import BINARY, Document, Source
+from melodi.data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 from melodi.files import checksum, write_json
-from melodi.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 
 FORMAT, VERSION = "melodi-store", 1
 SPLITS = ("train", "validation", "test")

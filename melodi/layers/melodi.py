@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from melodi.config import ModelConfig
+from melodi.layers.transformer import Block, RMSNorm, attend, randomise
 from melodi.memory import LongTermMemory, LongTermTokenMemory, OpenWindow, ShortTermMemory, push
-from melodi.transformer import Block, RMSNorm, attend, randomise
 
 GATE_START = 0.2
 """The share of long-term attention before training, where the gate is per head."""

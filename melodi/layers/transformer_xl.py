@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from melodi.config import ModelConfig
-from melodi.layers import (
+from melodi.layers.melodi import (
     Gate,
     Layer,
     Pairs,
@@ -25,8 +25,7 @@ from melodi.layers import (
     filled_slots,
     written_slots,
 )
-from melodi.memory import MemorizingMemory, OpenWindow, RecurrentMemory, XLMemory
-from melodi.transformer import (
+from melodi.layers.transformer import (
     AttentionScale,
     Linear,
     RMSNorm,
@@ -35,6 +34,7 @@ from melodi.transformer import (
     randomise,
     split_heads,
 )
+from melodi.memory import MemorizingMemory, OpenWindow, RecurrentMemory, XLMemory
 
 
 class XLLayer(Layer):

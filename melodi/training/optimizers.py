@@ -12,12 +12,14 @@
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
+
+from melodi.config.training import OptimizerConfig
+from melodi.sharded import full, is_sharded, shard_like
 
 FACTORED_SIZE = 128
 """Second moments are factored over the two largest dimensions if both are at least this long."""
@@ -31,50 +33,6 @@ NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 GATES = ("gate.logit", "scale.factor", "state.gate")
 EMBEDDINGS = ("embedding.weight", "summary", "state.initial", "state.position")
 NUMBERS = {"bool": bool, "int": int, "float": float}
-
-OptimizerName = Literal["adafactor", "adamw", "muon"]
-
-
-@dataclass(frozen=True)
-class OptimizerConfig:
-    """The optimizer and its rates. The paper's: ("adafactor", peak=0.01, floor=0.001, warmup=1000).
-
-    The horizon of the schedule is the number of steps of the run, and not said here.
-    """
-
-    name: OptimizerName
-    """adafactor, adamw, or muon: Muon for the matrices and AdamW for everything else."""
-    peak: float
-    """Learning rate at which the cosine starts."""
-    floor: float
-    """Learning rate at which the cosine ends."""
-    warmup: int
-    """Steps of linear warm-up."""
-    weight_decay: float = 0.0
-    """Pull of the matrices to zero, times the learning rate, whatever the optimizer."""
-    betas: tuple[float, float] = (0.9, 0.95)
-    """Decay of AdamW's first and second moment."""
-    momentum: float = 0.95
-    """Decay of Muon's momentum. Adafactor's is the paper's, 0.9."""
-    gate_multiplier: float = 1.0
-    """Learning rate of gates and attention scales, relative to the rest."""
-
-    def __post_init__(self) -> None:
-        if self.name not in get_args(OptimizerName):
-            known = ", ".join(get_args(OptimizerName))
-            raise ValueError(f"optimizer {self.name!r} is unknown: choose one of {known}")
-        if not 0 <= self.floor <= self.peak:
-            raise ValueError(
-                f"floor={self.floor} is not between 0 and peak={self.peak}: the learning rate "
-                "falls from the peak to the floor"
-            )
-        for key in ("warmup", "weight_decay", "gate_multiplier"):
-            if getattr(self, key) < 0:
-                raise ValueError(f"{key}={getattr(self, key)} must be at least 0")
-        if not all(0 <= decay < 1 for decay in (*self.betas, self.momentum)):
-            raise ValueError(
-                f"betas={self.betas} and momentum={self.momentum} must be at least 0 and below 1"
-            )
 
 
 def make_optimizer(model: nn.Module, config: OptimizerConfig) -> Optimizer:
@@ -343,30 +301,3 @@ def _check_shape(path: str, tensor: Tensor, parameter: Tensor) -> None:
             f"optimizer state {path!r} of shape {tuple(tensor.shape)} does not fit a parameter of "
             f"shape {tuple(parameter.shape)}: resume with the configuration that it was saved with"
         )
-
-
-def is_sharded(tensor: Tensor) -> bool:
-    """Asked this way because the import of torch.distributed.tensor takes a second."""
-    return hasattr(tensor, "placements")
-
-
-def full(tensor: Tensor) -> Tensor:
-    """The whole of a sharded tensor; ordinary tensors as they are."""
-    sharded: Any = tensor
-    return sharded.full_tensor() if is_sharded(tensor) else tensor
-
-
-def shard_like(tensor: Tensor, parameter: Tensor) -> Tensor:
-    """A whole tensor, sharded as the parameter is along the dimensions that both have in full."""
-    if not is_sharded(parameter) or tensor.dim() == 0:
-        return tensor
-    from torch.distributed.tensor import Replicate, distribute_tensor
-
-    like: Any = parameter
-    placements = [
-        p if p.is_shard() and tensor.size(p.dim) == parameter.size(p.dim) else Replicate()
-        for p in like.placements
-    ]
-    # Every rank has the whole tensor: nothing is sent.
-    tensor = tensor.to(like.device)
-    return distribute_tensor(tensor, like.device_mesh, placements, src_data_rank=None)

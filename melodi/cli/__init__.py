@@ -13,14 +13,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
+from melodi.cli.console import fail, parse, print_table, take_option
 from melodi.config import PRESETS, ModelConfig, preset
-from melodi.console import fail, parse, print_table, take_option
+from melodi.config.training import Machinery, TrainConfig, recipe
 from melodi.files import write_json
-from melodi.run import Machinery, Run, TrainConfig, check_store, recipe
+from melodi.run import Run, check_store
 
 if TYPE_CHECKING:
-    from melodi.data import TokenStore
-    from melodi.evaluate import Evaluation
+    from melodi.data.store import TokenStore
+    from melodi.evaluation.documents import Evaluation
 
 Unprefixed = tyro.conf.arg(name="")
 
@@ -54,7 +55,7 @@ def prepare(args: list[str]) -> None:
 
     Example: melodi prepare books/ --out store --vocab-size 8192
     """
-    from melodi import data
+    from melodi.data import store as data
 
     options = parse(PrepareArgs, prepare, args)
     try:
@@ -78,7 +79,7 @@ def prepare(args: list[str]) -> None:
 
 
 def print_store(store: "TokenStore") -> None:
-    from melodi.draft import counts_in_words
+    from melodi.data.prepare import counts_in_words
 
     manifest = store.manifest
     print_table(
@@ -122,9 +123,9 @@ def train(args: list[str]) -> None:
     """
     import torch
 
-    from melodi.data import TokenStore
-    from melodi.distributed import processes
-    from melodi.train import train as train_run
+    from melodi.data.store import TokenStore
+    from melodi.training.distributed import processes
+    from melodi.training.trainer import train as train_run
 
     name, rest = take_option(args, "--preset")
     out, _ = take_option(rest, "--out")
@@ -185,9 +186,9 @@ def eval_(args: list[str]) -> None:
     import torch
     from tqdm import tqdm
 
-    from melodi.checkpoint import load
-    from melodi.data import TokenStore
-    from melodi.evaluate import choose, evaluate
+    from melodi.data.store import TokenStore
+    from melodi.evaluation.documents import choose, evaluate
+    from melodi.training.checkpoint import load
 
     options = parse(EvalArgs, eval_, args)
     if options.threads:
@@ -276,8 +277,8 @@ def generate(args: list[str]) -> None:
 
     Example: melodi generate --run runs/first --prompt "def read(" --max-tokens 100 --seed 1
     """
-    from melodi.checkpoint import load
     from melodi.stream import StreamReader
+    from melodi.training.checkpoint import load
 
     options = parse(GenerateArgs, generate, args)
     model = load(options.run)
@@ -315,7 +316,7 @@ def report(args: list[str]) -> None:
 
     Example: melodi report runs/first
     """
-    from melodi.report import plot_run
+    from melodi.paper.report import plot_run
 
     print(plot_run(parse(ReportArgs, report, args).run))
 

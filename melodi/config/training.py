@@ -1,0 +1,112 @@
+"""How a model is trained, as data: the recipe, the optimizer, and how a run is carried out."""
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+OptimizerName = Literal["adafactor", "adamw", "muon"]
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """The optimizer and its rates. The paper's: ("adafactor", peak=0.01, floor=0.001, warmup=1000).
+
+    The horizon of the schedule is the number of steps of the run, and not said here.
+    """
+
+    name: OptimizerName
+    """adafactor, adamw, or muon: Muon for the matrices and AdamW for everything else."""
+    peak: float
+    """Learning rate at which the cosine starts."""
+    floor: float
+    """Learning rate at which the cosine ends."""
+    warmup: int
+    """Steps of linear warm-up."""
+    weight_decay: float = 0.0
+    """Pull of the matrices to zero, times the learning rate, whatever the optimizer."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """Decay of AdamW's first and second moment."""
+    momentum: float = 0.95
+    """Decay of Muon's momentum. Adafactor's is the paper's, 0.9."""
+    gate_multiplier: float = 1.0
+    """Learning rate of gates and attention scales, relative to the rest."""
+
+    def __post_init__(self) -> None:
+        if self.name not in get_args(OptimizerName):
+            known = ", ".join(get_args(OptimizerName))
+            raise ValueError(f"optimizer {self.name!r} is unknown: choose one of {known}")
+        if not 0 <= self.floor <= self.peak:
+            raise ValueError(
+                f"floor={self.floor} is not between 0 and peak={self.peak}: the learning rate "
+                "falls from the peak to the floor"
+            )
+        for key in ("warmup", "weight_decay", "gate_multiplier"):
+            if getattr(self, key) < 0:
+                raise ValueError(f"{key}={getattr(self, key)} must be at least 0")
+        if not all(0 <= decay < 1 for decay in (*self.betas, self.momentum)):
+            raise ValueError(
+                f"betas={self.betas} and momentum={self.momentum} must be at least 0 and below 1"
+            )
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """How a model is trained. Everything that the result depends on is here or in ModelConfig."""
+
+    optimizer: OptimizerConfig
+    steps: int = 500
+    """Updates of the weights."""
+    horizon: int | None = None
+    """Steps of the learning-rate schedule; as many as `steps` when not given."""
+    seed: int = 0
+    rows: int = 16
+    """Documents in flight, over all processes."""
+    segment_windows: int = 8
+    """Windows that a step reads of each document, and that gradients flow through."""
+    accumulate: int = 1
+    """Parts into which each process cuts its rows; their gradients are added up."""
+    clip: float = 1.0
+    """Largest norm of the gradient; 0 leaves it as it is."""
+    precision: Literal["fp32", "bf16"] = "fp32"
+    """bf16: autocast; weights and memory stay in float32."""
+    validate_every: int = 100
+    """Steps between validations; there is always one at the end."""
+    validation_tokens: int = 100_000
+    """Whole validation documents are read until they hold about this many tokens."""
+    save_every: int = 50
+    """Steps between checkpoints."""
+
+
+@dataclass(frozen=True)
+class Machinery:
+    """How a run is carried out, which does not change what it computes."""
+
+    sharding: Literal["ddp", "fsdp"] = "ddp"
+    """What many processes do: copy the model, or share it out."""
+    compile: bool = False
+    """Compile each layer."""
+    checkpoint_windows: bool = False
+    """Keep only what windows carry, and compute the rest again in the backward pass."""
+    keep: int = 3
+    """Checkpoints that are kept."""
+    log_every: int = 10
+    """Steps between lines of metrics."""
+    tensorboard: bool = False
+    """Log to RUN/tensorboard as well (extra: tensorboard)."""
+
+
+def recipe(preset: str) -> TrainConfig:
+    """The paper's recipe (Appendix B) for its presets, and one that learns in minutes for ours."""
+    if preset.startswith("paper-"):
+        return TrainConfig(
+            optimizer=OptimizerConfig("adafactor", peak=0.01, floor=0.001, warmup=1000),
+            steps=500_000,
+            rows=32,
+            clip=0.0,
+            validate_every=5_000,
+            validation_tokens=1_000_000,
+            save_every=1_000,
+        )
+    return TrainConfig(
+        optimizer=OptimizerConfig("muon", peak=0.04, floor=0.004, warmup=20, gate_multiplier=10),
+        steps=200,
+    )
