@@ -1,18 +1,40 @@
-"""Files that are whole or absent, whenever the machine stops, and that can be checked."""
+"""Files that are whole or absent, whenever the machine stops, and that can be checked.
 
+- Every file is written beside its place and then moved there: the only writer is `replacing`.
+- Tensors are safetensors: no code runs on loading. They are copied into memory of their own, because
+  the last bit of a product depends on the alignment of its inputs.
+- A folder that is being written to is locked: `locked`.
+"""
+
+import contextlib
 import hashlib
 import json
 import os
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Gives a place to write to; afterwards the file has its new contents, or else its old ones."""
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    try:
+        yield partial
+        partial.chmod(0o666 & ~_umask())  # safetensors writes files that only their owner can read
+        sync(partial)
+        partial.replace(path)
+        sync(path.parent)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def write_text(path: Path, text: str) -> None:
-    """The file has its old contents or its new ones."""
-    partial = path.with_name(f"{path.name}.partial")
-    partial.write_text(text, encoding="utf-8")
-    sync(partial)
-    partial.replace(path)
+    with replacing(path) as partial:
+        partial.write_text(text, encoding="utf-8")
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -20,7 +42,44 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def read_json(path: Path) -> Any:
-    return json.loads(path.read_text(encoding="utf-8"))
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON ({error}): it is damaged") from None
+
+
+def write_tensors(
+    path: Path, tensors: "Mapping[str, Tensor]", header: dict[str, str] | None = None
+) -> None:
+    """Tensors from any device, with a header of strings."""
+    import torch
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    whole = {
+        name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
+        for name, tensor in tensors.items()
+    }
+    with replacing(path) as partial:
+        try:
+            save_file(whole, partial, header)
+        except SafetensorError as error:  # a full disk, say
+            raise OSError(f"{path} cannot be written: {error}") from None
+
+
+def read_tensors(path: Path) -> "tuple[dict[str, str], dict[str, Tensor]]":
+    """The header and the tensors, each in memory of its own."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt") as file:
+            header = dict(file.metadata() or {})
+            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+    except FileNotFoundError:
+        raise FileNotFoundError(f"{path} does not exist") from None
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{path} is not a whole safetensors file: {error}") from None
+    return header, tensors
 
 
 def sync(path: Path) -> None:
@@ -35,3 +94,29 @@ def sync(path: Path) -> None:
 def checksum(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "blake2b").hexdigest()[:32]
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Only one process at a time works in a folder; the lock ends with the process."""
+    try:
+        import fcntl
+    except ImportError:  # Windows has no such lock: there the user must take care
+        yield
+        return
+    with (folder / ".lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(
+                f"another process is working in {folder}: wait until it ends, or choose another "
+                "folder"
+            ) from None
+        yield
+
+
+def _umask() -> int:
+    """The process's mask for new files, which can only be read by setting it."""
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
