@@ -1,8 +1,8 @@
 """Files that are whole or absent, whenever the machine stops, and that can be checked.
 
 - Every file is written beside its place and then moved there: the only writer is `replacing`.
-- Tensors are safetensors: no code runs on loading. They are copied into memory of their own, because
-  the last bit of a product depends on the alignment of its inputs.
+- Tensors are safetensors: no code runs on loading. They are copied into memory of their own,
+  because the last bit of a product depends on the alignment of its inputs.
 - A folder that is being written to is locked: `locked`.
 """
 

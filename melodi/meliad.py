@@ -17,14 +17,10 @@ import torch
 from torch import Tensor
 
 from melodi.config import ModelConfig
-from melodi.memory import (
-    LongTermMemory,
-    LongTermTokenMemory,
-    MemorizingMemory,
-    MemoryState,
-    RecurrentMemory,
-    ShortTermMemory,
-)
+from melodi.layers.block_recurrent import RecurrentMemory
+from melodi.layers.melodi import LongTermMemory, LongTermTokenMemory, ShortTermMemory
+from melodi.layers.memorizing import MemorizingMemory
+from melodi.memory import MemoryState
 from melodi.model import LanguageModel
 
 Arrays = dict[str, np.ndarray]
@@ -250,7 +246,7 @@ def _needed(name: str, value: int | None, family: str) -> int:
 
 
 def _family(config: ModelConfig) -> str:
-    if config.has_summary:
+    if config.family == "melodi":
         return "melodi"
     return "transformer-xl" if set(config.layers) == {"xl"} else "memory"
 
@@ -283,7 +279,7 @@ def _entries(config: ModelConfig) -> list[Entry]:
         Entry("embedding.weight", "embed/embedding"),
         Entry("final_norm.weight", f"{root}final_layernorm/scale"),
     ]
-    if config.has_summary:
+    if config.family == "melodi":
         entries.append(Entry("summary", "layer_stack/summary_embeddings"))
     for i, kind in enumerate(config.layers):
         entries += _block_entries(config, i, kind, family)
@@ -329,10 +325,10 @@ def _block_entries(config: ModelConfig, i: int, kind: str, family: str) -> list[
 def _melodi_entries(config: ModelConfig, i: int, kind: str) -> list[Entry]:
     prefix, entries = _block("melodi", i), []
     branches = {"right": "token_mixing_short"}
-    if i < config.last_summary_layer:
+    if i < config.last_writing_layer:
         branches["up"] = "token_mixing_summary"
     for name, official in branches.items() if config.branching else ():
-        ours = f"layers.{i}.mixers.{name}"
+        ours = f"layers.{i}.{name}"
         entries += [
             Entry(f"{ours}.context_norm.weight", f"{prefix}/{official}/layernorm1/scale"),
             Entry(f"{ours}.summary_norm.weight", f"{prefix}/{official}/layernorm2/scale"),
@@ -343,8 +339,8 @@ def _melodi_entries(config: ModelConfig, i: int, kind: str) -> list[Entry]:
         entries.append(Entry(f"layers.{i}.gate.logit", f"{prefix}/attn_gate"))
         if not config.copy_short_to_long:
             official = f"{prefix}/long_mem_token_mixing/lin_mix"
-            entries.append(Entry(f"layers.{i}.mixers.long.weight", f"{official}/kernel"))
-            entries.append(Entry(f"layers.{i}.mixers.long.bias", f"{official}/bias"))
+            entries.append(Entry(f"layers.{i}.long.weight", f"{official}/kernel"))
+            entries.append(Entry(f"layers.{i}.long.bias", f"{official}/bias"))
     return entries
 
 

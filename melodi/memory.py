@@ -1,19 +1,20 @@
-"""What is carried from window to window and from call to call.
+"""MemoryState: everything a model remembers of the documents in its rows.
 
-- Every memory is a queue of slots: a window appends its entries at the end, the oldest fall out.
-  Short-term memory and the Transformer-XL cache are queues that one window fills completely.
+- It is a plain value: reading takes one and gives another. Each layer's memory is a NamedTuple of
+  tensors, rows first, declared beside its layer in melodi/layers.
 - Emptiness is two integers per row, kept on the host: windows read, and tokens in the open window.
   They tell which slots are valid; what they exclude is masked, so stale slots are never seen.
-- Each layer kind has its own NamedTuple of tensors, all with rows first. The open window (its
-  keys, values and partial mixer sums) is carried beside the memory, only while there is one.
-- A file is safetensors plus a JSON header: no code runs on loading.
+- The open window (its keys, values, and what a layer keeps of its tokens) is carried beside the
+  memory, only while there is one.
+- A file is safetensors with a JSON header and a digest of all of it.
 
-Shapes: B rows, S short-term tokens, M slots, W window, P past slots, H heads, E head width,
-D width, R recurrent states, O output tokens of all mixers of a layer.
+Shapes: B rows.
 """
 
+import hashlib
 import json
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -21,101 +22,16 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from melodi.config import ModelConfig
+from melodi.files import read_tensors, write_tensors
+from melodi.layers import layer_class
+from melodi.layers.frame import OpenWindow
 
-FORMAT, VERSION = "melodi-memory", 1
-
-
-class ShortTermMemory(NamedTuple):
-    """short, plain (S = 0): the paper's z."""
-
-    z_BSD: Tensor
-
-
-class LongTermMemory(NamedTuple):
-    """long, long-only (S = 0): z, and the queue m of compressed key-value pairs."""
-
-    z_BSD: Tensor
-    keys_BHME: Tensor
-    values_BHME: Tensor
-
-
-class LongTermTokenMemory(NamedTuple):
-    """As LongTermMemory in the dialect that stores tokens instead of pairs."""
-
-    z_BSD: Tensor
-    tokens_BMD: Tensor
-
-
-class XLMemory(NamedTuple):
-    """xl: the key-value pairs of the previous window."""
-
-    cache_keys_BHWE: Tensor
-    cache_values_BHWE: Tensor
-
-
-class RecurrentMemory(NamedTuple):
-    """recurrent: the previous window's pairs, and the state vectors c."""
-
-    cache_keys_BHWE: Tensor
-    cache_values_BHWE: Tensor
-    c_BRD: Tensor
-
-
-class MemorizingMemory(NamedTuple):
-    """memorizing: the previous window's pairs, and the queue of all earlier pairs."""
-
-    cache_keys_BHWE: Tensor
-    cache_values_BHWE: Tensor
-    keys_BHME: Tensor
-    values_BHME: Tensor
-
-
-class OpenWindow(NamedTuple):
-    """What an unfinished window has left in one layer, so that nothing is computed twice."""
-
-    past_keys_BHPE: Tensor
-    past_values_BHPE: Tensor
-    keys_BHWE: Tensor
-    values_BHWE: Tensor
-    sums_BOD: Tensor
-
-
-LayerMemory = (
-    ShortTermMemory
-    | LongTermMemory
-    | LongTermTokenMemory
-    | XLMemory
-    | RecurrentMemory
-    | MemorizingMemory
-)
-
-
-def memory_class(config: ModelConfig, kind: str) -> type[LayerMemory]:
-    tokens = config.rules.long_term_store == "tokens"
-    long_term = LongTermTokenMemory if tokens else LongTermMemory
-    classes: dict[str, type[LayerMemory]] = {
-        "plain": ShortTermMemory,
-        "short": ShortTermMemory,
-        "long": long_term,
-        "long-only": long_term,
-        "xl": XLMemory,
-        "recurrent": RecurrentMemory,
-        "memorizing": MemorizingMemory,
-    }
-    return classes[kind]
-
-
-def push(queue: Tensor, new: Tensor, dim: int) -> Tensor:
-    """Appends at the end of a queue of fixed length; the oldest entries fall out."""
-    slots, count = queue.size(dim), new.size(dim)
-    if count >= slots:
-        return new.narrow(dim, count - slots, slots).to(queue.dtype)
-    return torch.cat([queue.narrow(dim, count, slots - count), new.to(queue.dtype)], dim)
+FORMAT, VERSION = "melodi-memory", 2
+LayerMemory = Any
+"""The NamedTuple of a layer's kind."""
 
 
 class Fingerprint(NamedTuple):
@@ -128,18 +44,41 @@ class Fingerprint(NamedTuple):
         return self
 
 
-class Owner(Protocol):
-    """A model, or what a file says about one."""
-
+class Fingerprinted(Protocol):
     def fingerprint(self) -> Fingerprint: ...
+
+
+class Maker:
+    """The model that made a state, held weakly: a state keeps no weights alive, and copies none."""
+
+    def __init__(self, model: Fingerprinted) -> None:
+        self._model = weakref.ref(model)
+
+    def made(self, model: object) -> bool:
+        return self._model() is model
+
+    def fingerprint(self) -> Fingerprint:
+        model = self._model()
+        if model is None:
+            raise ValueError(
+                "the model that made this state is gone, and with it what the state belongs to: "
+                "keep the model as long as its states"
+            )
+        return model.fingerprint()
+
+    def __deepcopy__(self, memo: object) -> "Maker":
+        return self
+
+    def __reduce__(self) -> tuple[type[Fingerprint], tuple[str, ...]]:
+        return Fingerprint, tuple(self.fingerprint())
 
 
 @dataclass(frozen=True, eq=False)
 class MemoryState:
-    """Everything a model remembers of the documents in its rows."""
+    """The memory of each layer, row by row; made by `LanguageModel.empty_state` and by reading."""
 
     config: ModelConfig
-    owner: Owner
+    owner: Maker | Fingerprint
     windows_B: Tensor
     """Whole windows read, on the host."""
     open_B: Tensor
@@ -154,11 +93,14 @@ class MemoryState:
 
     @property
     def device(self) -> torch.device:
-        return self.layers[0][0].device
+        return self._first.device
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.layers[0][0].dtype
+        return self._first.dtype
+
+    def made_by(self, model: object) -> bool:
+        return isinstance(self.owner, Maker) and self.owner.made(model)
 
     def num_floats(self) -> int:
         """Capacity for one document; the open window is not counted."""
@@ -193,10 +135,10 @@ class MemoryState:
         self._check_mask(mask_B)
         if not mask_B.any():
             return self
+        mask_on_device_B = mask_B.to(self.device)
 
         def drop(tensor: Tensor) -> Tensor:
-            mask = mask_B.to(tensor.device).view(-1, *[1] * (tensor.dim() - 1))
-            return tensor.masked_fill(mask, 0)
+            return tensor.masked_fill(mask_on_device_B.view(-1, *[1] * (tensor.dim() - 1)), 0)
 
         return replace(
             self._map(drop),
@@ -204,38 +146,18 @@ class MemoryState:
             open_B=self.open_B.masked_fill(mask_B, 0),
         )._close_if_done()
 
-    def save(self, path: str | Path) -> None:
-        """Writes a safetensors file with the digests of the model that it belongs to."""
-        tensors = {"windows": self.windows_B, "open": self.open_B}
-        for group, memories in (("layers", self.layers), ("open_window", self.open_window or ())):
-            for i, memory in enumerate(memories):
-                for name, tensor in memory._asdict().items():
-                    tensors[f"{group}.{i}.{name}"] = tensor.detach().clone(
-                        memory_format=torch.contiguous_format
-                    )
-        config_digest, weights_digest = self.owner.fingerprint()
-        header = {
-            "format": FORMAT,
-            "version": str(VERSION),
-            "config": json.dumps(self.config.to_dict()),
-            "config_digest": config_digest,
-            "weights_digest": weights_digest,
-        }
-        # Written beside and moved into place: a file is either whole or absent.
-        partial = Path(f"{path}.partial")
-        try:
-            save_file(tensors, partial, header)
-            partial.replace(path)
-        except (SafetensorError, OSError) as error:
-            partial.unlink(missing_ok=True)
-            raise OSError(f"the memory cannot be written to {path}: {error}") from None
-
     @classmethod
     def cat(cls, states: "Sequence[MemoryState]") -> "MemoryState":
         """The rows of several states of one model, one after the other, between two windows."""
         first = states[0]
         if any(state.open_window is not None for state in states):
             raise ValueError("states with an open window cannot be joined: read to a window's end")
+        for state in states:
+            if state.owner is not first.owner and _print(state) != _print(first):
+                raise ValueError(
+                    "states of different models cannot be joined: these were made with weights "
+                    f"{_print(first).weights} and {_print(state).weights}"
+                )
         layers = [
             type(memories[0])(*map(torch.cat, zip(*memories, strict=True)))
             for memories in zip(*[state.layers for state in states], strict=True)
@@ -247,6 +169,23 @@ class MemoryState:
             layers=tuple(layers),
         )
 
+    def save(self, path: str | Path) -> None:
+        """Writes a safetensors file with the digests of the model that it belongs to."""
+        tensors = {"windows": self.windows_B, "open": self.open_B}
+        for group, memories in (("layers", self.layers), ("open_window", self.open_window or ())):
+            for i, memory in enumerate(memories):
+                for name, tensor in memory._asdict().items():
+                    tensors[f"{group}.{i}.{name}"] = tensor.detach().cpu().contiguous()
+        config_digest, weights_digest = self.owner.fingerprint()
+        header = {
+            "format": FORMAT,
+            "version": str(VERSION),
+            "config": json.dumps(self.config.to_dict()),
+            "config_digest": config_digest,
+            "weights_digest": weights_digest,
+        }
+        write_tensors(Path(path), tensors, header | {"digest": _digest(header, tensors)})
+
     @classmethod
     def load(cls, path: str | Path) -> "MemoryState":
         """Reads what `save` wrote; the model checks the digests when the state is first used."""
@@ -254,28 +193,31 @@ class MemoryState:
         try:
             config = ModelConfig.from_dict(json.loads(header["config"]))
             layers = tuple(
-                _gather(memory_class(config, kind), f"layers.{i}", tensors)
+                _gather(layer_class(kind).memory_class(config), f"layers.{i}", tensors)
                 for i, kind in enumerate(config.layers)
             )
-            open_window = tuple(
-                _gather(OpenWindow, f"open_window.{i}", tensors)
-                for i in range(len(config.layers))
-                if f"open_window.{i}.sums_BOD" in tensors
-            )
-            if bool(tensors["open"].any()) != bool(open_window):
-                raise KeyError("open_window")
+            opened = bool(tensors["open"].any())
             return cls(
                 config=config,
                 owner=Fingerprint(header["config_digest"], header["weights_digest"]),
                 windows_B=tensors["windows"],
                 open_B=tensors["open"],
                 layers=layers,
-                open_window=open_window or None,
+                open_window=tuple(
+                    _gather(OpenWindow, f"open_window.{i}", tensors)
+                    for i in range(len(config.layers) if opened else 0)
+                )
+                or None,
             )
         except KeyError as error:
             raise ValueError(f"{path} lacks {error}: it is damaged; save the memory anew") from None
-        except ValueError as error:
+        except (ValueError, TypeError) as error:
             raise ValueError(f"{path} is damaged: {error}") from None
+
+    @property
+    def _first(self) -> Tensor:
+        tensor: Tensor = self.layers[0][0]
+        return tensor
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> "MemoryState":
         def map_layer(memory: Any) -> Any:
@@ -299,14 +241,16 @@ class MemoryState:
             )
 
 
+def _print(state: MemoryState) -> Fingerprint:
+    return state.owner.fingerprint()
+
+
 def _read(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
     try:
-        with safe_open(path, framework="pt") as file:
-            header = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        header, tensors = read_tensors(path)
     except FileNotFoundError:
         raise FileNotFoundError(f"{path} does not exist: give the file that save wrote") from None
-    except (SafetensorError, OSError) as error:
+    except ValueError as error:
         raise ValueError(f"{path} is not a memory file: {error}") from None
     if header.get("format") != FORMAT:
         raise ValueError(f"{path} is not a memory file: give one that MemoryState.save wrote")
@@ -315,7 +259,18 @@ def _read(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
             f"{path} has version {header.get('version')}, this melodi reads {VERSION}: "
             "use the melodi that wrote it"
         )
+    if header.pop("digest", None) != _digest(header, tensors):
+        raise ValueError(f"{path} is damaged: its digest differs; save the memory anew")
     return header, tensors
+
+
+def _digest(header: Mapping[str, str], tensors: Mapping[str, Tensor]) -> str:
+    """Of every byte that a file means."""
+    digest = hashlib.blake2b(json.dumps(header, sort_keys=True).encode(), digest_size=16)
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
 
 
 def _gather(memory: Any, prefix: str, tensors: dict[str, Tensor]) -> Any:

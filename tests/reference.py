@@ -49,11 +49,11 @@ def read(
             for layer in layers:
                 layer.detach()
         x = [embedding_VD[token] for token in document[start : start + config.window]]
-        if config.rules.embedding == "root":
+        if config.answers.embedding == "root":
             x = [x_D * root for x_D in x]
         for x_D in read_window(config, weights, layers, x):
             logit_V = embedding_VD @ rms_norm(x_D, weights["final_norm.weight"])
-            logits_V.append(logit_V / root if config.rules.embedding == "unit" else logit_V)
+            logits_V.append(logit_V / root if config.answers.embedding == "unit" else logit_V)
     return torch.stack(logits_V)
 
 
@@ -94,14 +94,14 @@ class Layer:
     """A transformer layer without memory, and what the other kinds have in common with it."""
 
     def __init__(self, config: ModelConfig, weights: dict[str, Tensor], index: int) -> None:
-        self.config, self.rules, self.kind = config, config.rules, config.layers[index]
+        self.config, self.answers, self.kind = config, config.answers, config.layers[index]
         prefix = f"layers.{index}."
         self.weights = {
             name.removeprefix(prefix): weight
             for name, weight in weights.items()
             if name.startswith(prefix)
         }
-        if self.kind == "memorizing" and not self.rules.memorizing_bias:
+        if self.kind == "memorizing" and not self.answers.memorizing_bias:
             self.bias_table_HB = weights["embedding.weight"].new_zeros(config.num_heads, 32)
         else:
             self.bias_table_HB = weights[f"position_bias.tables.{index}"]
@@ -111,7 +111,7 @@ class Layer:
         return []
 
     def sees(self, distance: int) -> bool:
-        return distance >= (1 if self.rules.causal_mask == "strict" else 0)
+        return distance >= (1 if self.answers.causal_mask == "strict" else 0)
 
     def and_memory(self, token_D: Tensor, self_HE: Tensor) -> Tensor:
         """The heads that go into the output projection, given those of self-attention."""
@@ -145,11 +145,11 @@ class Layer:
         hidden = self.linear(
             "block.ffn.hidden", rms_norm(y_D, self.weights["block.ffn_norm.weight"])
         )
-        if self.rules.activation == "gelu":
+        if self.answers.activation == "gelu":
             hidden = hidden * (1 + torch.erf(hidden / math.sqrt(2))) / 2
         else:
             hidden = hidden.relu()
-            if self.rules.activation == "relu2":
+            if self.answers.activation == "relu2":
                 hidden = hidden.square()
         return self.linear("block.ffn.output", hidden)
 
@@ -168,7 +168,7 @@ class Layer:
     def direction(self, name: str, x_D: Tensor) -> Tensor:
         """A query or a key: of unit length where the dialect normalises them."""
         x_HE = self.heads(name, x_D)
-        return x_HE if self.rules.attention == "scaled" else unit_norm(x_HE)
+        return x_HE if self.answers.attention == "scaled" else unit_norm(x_HE)
 
     def heads(self, name: str, x_D: Tensor) -> Tensor:
         projected = self.weights[f"{name}.weight"] @ x_D
@@ -198,7 +198,7 @@ class Layer:
             logit_HN = torch.stack([logit_HN[h, n] for h, n in enumerate(best)])
             value_NHE = torch.stack([value_NHE[n, h] for h, n in enumerate(best)], dim=1)
         bias_HN = 0 if biases is None else torch.stack(biases, dim=1)
-        if self.rules.attention == "scaled":
+        if self.answers.attention == "scaled":
             logit_HN = logit_HN / math.sqrt(self.config.head_size) + bias_HN
         else:
             logit_HN = self.weights[f"{scale}.factor"].abs()[:, None] * (logit_HN + bias_HN)
@@ -208,15 +208,15 @@ class Layer:
         """M_up, M_right or M_long: each output is a weighted sum of the tokens of [x'; û]."""
         if name != "long" and not self.config.branching:
             return u
-        mixer = f"mixers.{name}"
+        mixer = name
         inputs = [*x, *u]
-        if self.rules.mixer == "residual" and name != "long":
+        if self.answers.mixer == "residual" and name != "long":
             context_norm = self.weights[f"{mixer}.context_norm.weight"]
             summary_norm = self.weights[f"{mixer}.summary_norm.weight"]
             inputs = [rms_norm(x_D, context_norm) for x_D in x]
             inputs += [rms_norm(u_D, summary_norm) for u_D in u]
         output_OD = self.weights[f"{mixer}.weight"].T @ torch.stack(inputs)
-        if self.rules.mixer == "residual":
+        if self.answers.mixer == "residual":
             output_OD = output_OD + self.weights[f"{mixer}.bias"][:, None]
             if name != "long":
                 output_OD = output_OD + torch.stack(u)
@@ -235,11 +235,11 @@ class MelodiLayer(Layer):
         # Tokens or their pairs, by the dialect; the other list stays empty.
         self.m_tokens: list[Tensor] = []
         self.m_pairs: list[Pair] = []
-        if self.rules.empty_memory == "zeros":
+        if self.answers.empty_memory == "zeros":
             zero_D = weights["embedding.weight"].new_zeros(config.width)
             if self.has_short:
                 self.z = [zero_D] * config.short_term_tokens
-            if self.has_long and self.rules.long_term_store == "tokens":
+            if self.has_long and self.answers.long_term_store == "tokens":
                 self.m_tokens = [zero_D] * self.slots
             elif self.has_long:
                 self.m_pairs = self.zero_pairs(self.slots)
@@ -257,7 +257,7 @@ class MelodiLayer(Layer):
             return self_HE
         long_HE = self.attend(self.query(token_D), self.long_pairs, "block.scale")
         gate = torch.sigmoid(self.weights["gate.logit"])
-        if self.rules.gate == "channel":
+        if self.answers.gate == "channel":
             return gate * self_HE + (1 - gate) * long_HE
         return gate[:, None] * long_HE + (1 - gate[:, None]) * self_HE
 
@@ -267,7 +267,7 @@ class MelodiLayer(Layer):
         if not self.has_long:
             return
         m = self.z if self.config.copy_short_to_long else self.mix("long", x, u)
-        if self.rules.long_term_store == "tokens":
+        if self.answers.long_term_store == "tokens":
             self.m_tokens = (self.m_tokens + m)[-self.slots :]
         else:
             self.m_pairs = (self.m_pairs + [self.pair(m_D) for m_D in m])[-self.slots :]
@@ -284,7 +284,7 @@ class XLLayer(Layer):
     def __init__(self, config: ModelConfig, weights: dict[str, Tensor], index: int) -> None:
         super().__init__(config, weights, index)
         self.cache: list[Pair] = []
-        if self.rules.empty_memory == "zeros":
+        if self.answers.empty_memory == "zeros":
             self.cache = self.zero_pairs(config.window)
 
     def past(self) -> list[Pair]:
@@ -354,7 +354,7 @@ class MemorizingLayer(XLLayer):
 
     def and_memory(self, token_D: Tensor, self_HE: Tensor) -> Tensor:
         pairs = self.external
-        if self.rules.empty_memory == "zeros":
+        if self.answers.empty_memory == "zeros":
             # Empty slots are read too, but the k best are taken from the written ones first.
             readable = self.config.top_k or self.config.memory_slots
             pairs = pairs + self.zero_pairs(readable - len(pairs))

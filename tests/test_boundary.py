@@ -1,20 +1,25 @@
 """The public boundary: bad input is refused in one line before anything changes; states travel."""
 
+import copy
+import gc
+import pickle
+import weakref
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from zoo import KINDS, VOCAB, WINDOW, ZOO, make, random_tokens
 
-import melodi
 from melodi import LanguageModel, MemoryState, ModelConfig
 from melodi.config import sandwich
 
 CONFIG = KINDS["melodi"]
 TOKENS = random_tokens(2, 5)
+MODEL, OTHER = make(CONFIG), make(CONFIG, seed=1)
 
 
 def call(tokens: object = TOKENS, state: object = None, **kwargs: object) -> object:
@@ -68,7 +73,10 @@ REFUSED = {
     "belongs to another architecture": lambda: call(
         state=make(config(long_term_windows=4)).empty_state(2)
     ),
-    "made with other weights": lambda: call(state=make(CONFIG, seed=1).empty_state(2)),
+    "made with other weights": lambda: call(state=OTHER(TOKENS, OTHER.empty_state(2))[1]),
+    "the model that made this state is gone": lambda: call(
+        state=make(CONFIG)(TOKENS, make(CONFIG).empty_state(2))[1]
+    ),
     r"lengths=\[1, 6\] must be one whole number": lambda: call(lengths=torch.tensor([1, 6])),
     r"lengths=\[1.0, 2.0\] must be one whole number": lambda: call(lengths=[1.0, 2.0]),
     "targets of type torch.float32": lambda: make(CONFIG).loss(
@@ -123,7 +131,7 @@ def test_a_saved_state_goes_on(config: ModelConfig, length: int, tmp_path: Path)
     expected, _ = model(more, state)
     logits, after = model(more, loaded)
     assert torch.equal(logits, expected)
-    assert after.owner is model
+    assert after.made_by(model)
 
 
 def test_a_loaded_state_is_checked_on_first_use(tmp_path: Path) -> None:
@@ -143,7 +151,7 @@ def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "memory.safetensors"
     with pytest.raises(FileNotFoundError, match="does not exist"):
         MemoryState.load(path)
-    make(CONFIG).empty_state(1).save(path)
+    MODEL.empty_state(1).save(path)
     whole = path.read_bytes()
     path.write_bytes(whole[: len(whole) // 2])
     with pytest.raises(ValueError, match="not a memory file"):
@@ -151,31 +159,89 @@ def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
     save_file({"x": torch.zeros(1)}, path)
     with pytest.raises(ValueError, match="not a memory file"):
         MemoryState.load(path)
-    path.write_bytes(whole.replace(b'"version":"1"', b'"version":"9"'))
+    path.write_bytes(whole.replace(b'"version":"2"', b'"version":"9"'))
     with pytest.raises(ValueError, match="has version 9"):
         MemoryState.load(path)
     path.write_bytes(whole)
     with safe_open(path, "pt") as file:
         header = file.metadata()
     tensors = load_file(path)
+    save_file(tensors, path, header)
+    MemoryState.load(path)
     lacking = {name: tensor for name, tensor in tensors.items() if name != "layers.0.z_BSD"}
-    save_file(lacking, path, header)
-    with pytest.raises(ValueError, match=r"lacks 'layers.0.*': it is damaged"):
-        MemoryState.load(path)
-    save_file(tensors | {"open": torch.ones(1, dtype=torch.long)}, path, header)
-    with pytest.raises(ValueError, match="lacks 'open_window': it is damaged"):
-        MemoryState.load(path)
-    save_file(tensors, path, {**header, "config": "{"})
-    with pytest.raises(ValueError, match="is damaged"):
-        MemoryState.load(path)
+    for changed, about in (
+        (lacking, header),
+        (tensors | {"open": torch.ones(1, dtype=torch.long)}, header),
+        (tensors | {"layers.0.z_BSD": torch.zeros(1, 2, 12).double()}, header),
+        (tensors, {**header, "config": "{"}),
+        (tensors, {**header, "config_digest": "0" * 16}),
+    ):
+        save_file(changed, path, about)
+        with pytest.raises(ValueError, match="is damaged: its digest differs"):
+            MemoryState.load(path)
     with pytest.raises(ValueError, match="not a memory file"):
         MemoryState.load(tmp_path)
-    save_file(tensors | {"layers.0.z_BSD": torch.zeros(1, 2, 12).double()}, path, header)
-    with pytest.raises(ValueError, match="damaged: layer 0 has shapes"):
-        make(CONFIG)(TOKENS[:1], MemoryState.load(path))
-    save_file(tensors, path, {**header, "config_digest": "0" * 16})
-    with pytest.raises(ValueError, match="another architecture"):
-        make(CONFIG)(TOKENS[:1], MemoryState.load(path))
+
+
+def test_any_changed_byte_is_noticed(tmp_path: Path) -> None:
+    """One bit flipped anywhere in a memory file, and it is refused in one line, or reads as it was:
+    there is padding that means nothing."""
+    path = tmp_path / "memory.safetensors"
+    model = make(CONFIG)
+    _, state = model(random_tokens(1, WINDOW + 2), model.empty_state(1))
+    state.save(path)
+    whole = path.read_bytes()
+    body = int.from_bytes(whole[:8], "little") + 8
+    for place in {*range(0, body, 7), *range(body, len(whole), 101)}:
+        flipped = bytearray(whole)
+        flipped[place] ^= 4
+        path.write_bytes(flipped)
+        try:
+            loaded = MemoryState.load(path)
+        except ValueError:
+            continue
+        for memory, other in zip(state.layers, loaded.layers, strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(memory, other, strict=True))
+
+
+def test_a_damaged_state_is_refused() -> None:
+    """Counters and shapes that no reading can leave are refused before anything is computed."""
+    model = make(CONFIG)
+    _, state = model(TOKENS, model.empty_state(2))
+    foreign = replace(state, owner=model.fingerprint())
+    for message, change in {
+        r"windows=\[-5, 0\]": {"windows_B": torch.tensor([-5, 0])},
+        r"windows=\[1.5, 0.0\]": {"windows_B": torch.tensor([1.5, 0])},
+        r"open=\[6, 1\]": {"open_B": torch.tensor([6, 1])},
+        "layer 0 has shapes": {"layers": (state.layers[1], *state.layers[1:])},
+    }.items():
+        with pytest.raises(ValueError, match=f"damaged: {message}"):
+            model(TOKENS, replace(foreign, **change))
+
+
+def test_a_copy_of_a_state_copies_no_weights() -> None:
+    """A state is a plain value: copied or pickled it is small, and it keeps no model alive."""
+    model = make(CONFIG)
+    state = model(TOKENS, model.empty_state(2))[1].detach()
+    assert copy.deepcopy(state).made_by(model)
+    again = pickle.loads(pickle.dumps(state))
+    assert again.owner == model.fingerprint()
+    expected, _ = model(TOKENS, state)
+    logits, _ = model(TOKENS, again)
+    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-10)
+    gone = weakref.ref(model)
+    del model, logits, expected
+    gc.collect()
+    assert gone() is None
+
+
+def test_only_states_of_one_model_are_joined() -> None:
+    """Rows that were read with other weights would be read wrongly."""
+    model, other = make(CONFIG), make(CONFIG, seed=1)
+    ours, theirs = (m(random_tokens(1, WINDOW), m.empty_state(1))[1] for m in (model, other))
+    assert MemoryState.cat([ours, ours]).batch_size == 2
+    with pytest.raises(ValueError, match="states of different models"):
+        MemoryState.cat([ours, theirs])
 
 
 def test_saving_replaces_the_whole_file_or_nothing(
@@ -183,16 +249,16 @@ def test_saving_replaces_the_whole_file_or_nothing(
 ) -> None:
     """A save that fails leaves the earlier file as it was, and nothing beside it."""
     path = tmp_path / "memory.safetensors"
-    make(CONFIG).empty_state(1).save(path)
+    MODEL.empty_state(1).save(path)
     before = path.read_bytes()
 
-    def full_disk(*_: object) -> None:
-        path.with_name(f"{path.name}.partial").write_bytes(b"half")
+    def full_disk(_: object, partial: Path, *__: object) -> None:
+        partial.write_bytes(b"half")
         raise OSError("no space left on device")
 
-    monkeypatch.setattr(melodi.memory, "save_file", full_disk)
+    monkeypatch.setattr(safetensors.torch, "save_file", full_disk)
     with pytest.raises(OSError, match="no space left"):
-        make(CONFIG).empty_state(2).save(path)
+        MODEL.empty_state(2).save(path)
     assert path.read_bytes() == before
     assert list(tmp_path.iterdir()) == [path]
 

@@ -11,7 +11,8 @@ from torch import Tensor
 from zoo import WINDOW, ZOO, make, random_tokens
 
 from melodi import LanguageModel, MemoryState, ModelConfig
-from melodi.memory import LongTermMemory, LongTermTokenMemory, MemorizingMemory
+from melodi.layers.melodi import LongTermMemory, LongTermTokenMemory
+from melodi.layers.memorizing import MemorizingMemory
 
 TOLERANCE = dict(rtol=0, atol=1e-10)
 
@@ -205,7 +206,7 @@ def test_gradients_reach_the_mixers_and_stop_at_the_edge(config: ModelConfig) ->
     writers = {
         name: parameter
         for name, parameter in model.named_parameters()
-        if any(part in name for part in ("mixers.right", "mixers.long", "state.output"))
+        if any(part in name for part in (".right.", ".long.", "state.output"))
     }
     first, second = random_tokens(1, WINDOW, seed=1), random_tokens(1, WINDOW, seed=2)
     _, state = model(first, model.empty_state(1))

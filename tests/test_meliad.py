@@ -9,7 +9,7 @@ import pytest
 import torch
 from make_golden import CONFIGS, PATH, draw, run
 
-from melodi import LanguageModel, ModelConfig
+from melodi import LanguageModel, MemoryState, ModelConfig
 from melodi.meliad import from_official, state_to_official, to_official
 
 OFFICIAL = Path(__file__).parents[2] / "shared" / "golden"
@@ -118,6 +118,11 @@ def with_five_summary_tokens() -> dict[str, np.ndarray]:
     return arrays
 
 
+def in_a_window(kind: str) -> MemoryState:
+    model = draw(CONFIGS[kind])
+    return model(torch.zeros(1, 3).long(), model.empty_state(1))[1]
+
+
 REFUSED = {
     "long_term_windows cannot be read off": lambda: from_official(official("melodi"), 8),
     "memory_slots cannot be read off": lambda: from_official(official("memorizing"), 8),
@@ -147,9 +152,7 @@ REFUSED = {
     "name layers ": lambda: from_official(
         {k: v for k, v in official("transformer-xl").items() if "transformer0" not in k}, 8
     ),
-    "read up to the end of a window": lambda: state_to_official(
-        draw(CONFIGS["melodi"])(torch.zeros(1, 3).long(), draw(CONFIGS["melodi"]).empty_state(1))[1]
-    ),
+    "read up to the end of a window": lambda: state_to_official(in_a_window("melodi")),
 }
 
 

@@ -10,8 +10,8 @@ from zoo import KINDS, WINDOW, ZOO, make, random_tokens
 import melodi
 from melodi import LanguageModel, ModelConfig
 from melodi.config import PRESETS
-from melodi.layers.transformer import attend, bucket_of_distance
-from melodi.layers.transformer_xl import attend_best
+from melodi.layers.memorizing import attend_best
+from melodi.layers.transformer import Pairs, attend, bucket_of_distance
 
 every_kind = pytest.mark.parametrize("config", ZOO.values(), ids=ZOO.keys())
 
@@ -179,7 +179,9 @@ def test_top_k_of_everything_is_dense() -> None:
     """Reading the k best of k pairs is dense attention; of more, the best are chosen per query."""
     q, k, v = (torch.randn(2, 3, n, 5).double() for n in (4, 9, 9))
     written = torch.ones(2, 1, 1, 9, dtype=torch.bool)
-    torch.testing.assert_close(attend_best(q, k, v, written, 9), attend(q, k, v))
+    torch.testing.assert_close(attend_best(q, Pairs(k, v), written, 9), attend(q, k, v))
     scores = q @ k.transpose(2, 3)
     kept = scores >= scores.topk(4, dim=-1).values[..., -1:]
-    torch.testing.assert_close(attend_best(q, k, v, written, 4), attend(q, k, v, visible=kept))
+    torch.testing.assert_close(
+        attend_best(q, Pairs(k, v), written, 4), attend(q, k, v, visible=kept)
+    )

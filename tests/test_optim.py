@@ -16,9 +16,10 @@ from zoo import KINDS, ZOO, random_tokens
 from melodi import LanguageModel, ModelConfig
 from melodi.config import PRESETS
 from melodi.config.training import OptimizerConfig
-from melodi.layers.melodi import Gate, TokenMixer
+from melodi.layers.block_recurrent import RecurrentState
+from melodi.layers.gate import Gate
+from melodi.layers.melodi import TokenMixer
 from melodi.layers.transformer import AttentionScale
-from melodi.layers.transformer_xl import RecurrentState
 from melodi.sharded import full
 from melodi.training.optimizers import (
     Adafactor,

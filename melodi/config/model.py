@@ -11,10 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from melodi.config.dialects import Dialect, check_keys, parse_dialect
-
-MELODI_KINDS = ("short", "long", "long-only")
-BASELINE_KINDS = ("xl", "recurrent", "memorizing")
-KINDS = (*MELODI_KINDS, "plain", *BASELINE_KINDS)
+from melodi.config.kinds import KINDS, LayerKind
 
 
 @dataclass(frozen=True)
@@ -39,8 +36,8 @@ class ModelConfig:
     """Long-term memory tokens per window [L]."""
     long_term_windows: int = 0
     """Windows that the long-term queue holds [Q]."""
-    layers: tuple[str, ...] = ()
-    """One kind per layer: short, long, long-only, plain, xl, recurrent, memorizing."""
+    layers: tuple[LayerKind, ...] = ()
+    """One kind per layer."""
     dialect: str = "default"
     """default, paper or meliad; single answers can be changed: "default,activation=gelu"."""
     branching: bool = True
@@ -62,7 +59,8 @@ class ModelConfig:
         _check(self)
 
     @property
-    def rules(self) -> Dialect:
+    def answers(self) -> Dialect:
+        """The dialect, resolved."""
         return parse_dialect(self.dialect)
 
     @property
@@ -70,32 +68,31 @@ class ModelConfig:
         return self.head_width or self.width // self.num_heads
 
     @property
-    def has_summary(self) -> bool:
-        """Summary tokens run through the stack iff some layer compresses windows into memory."""
-        return any(kind in MELODI_KINDS for kind in self.layers)
+    def family(self) -> str:
+        """What the layers have in common; "any" if none of them remembers."""
+        families = [KINDS[kind].family for kind in self.layers]
+        return next((family for family in families if family != "any"), "any")
 
     @property
-    def last_summary_layer(self) -> int:
-        """The last layer that needs summary tokens: it has no M_up, and none run above it."""
-        return max((i for i, k in enumerate(self.layers) if k in MELODI_KINDS), default=-1)
+    def write_tokens(self) -> int:
+        """Tokens that run behind a full window to compress it; in Melodi the summary tokens."""
+        return max(KINDS[kind].write_tokens(self) for kind in self.layers)
 
     @property
-    def past_slots(self) -> int:
-        """Slots of earlier windows before the window's own in a layer's self-attention."""
-        if self.has_summary:
-            return self.short_term_tokens
-        return self.window if any(kind in BASELINE_KINDS for kind in self.layers) else 0
+    def last_writing_layer(self) -> int:
+        """The last layer that needs write tokens: none run above it. -1 if none does."""
+        writing = [i for i, kind in enumerate(self.layers) if KINDS[kind].write_tokens(self)]
+        return writing[-1] if writing else -1
+
+    @property
+    def table(self) -> str | None:
+        """The name of the learned tokens that write tokens start from, if there are any."""
+        return KINDS[self.layers[self.last_writing_layer]].table if self.write_tokens else None
 
     def memory_floats(self) -> tuple[int, int]:
         """Short-term and long-term capacity, in floats per document (the paper's Memory column)."""
-        count = {kind: self.layers.count(kind) for kind in KINDS}
-        pair = 2 * self.num_heads * self.head_size
-        entry = pair if self.rules.long_term_store == "pairs" else self.width
-        short = (count["short"] + count["long"]) * self.short_term_tokens * self.width
-        short += sum(count[kind] for kind in BASELINE_KINDS) * self.window * pair
-        short += count["recurrent"] * self.recurrent_states * self.width
-        long = (count["long"] + count["long-only"]) * self.long_term_tokens * self.long_term_windows
-        return short, long * entry + count["memorizing"] * self.memory_slots * pair
+        floats = [KINDS[kind].floats(self) for kind in self.layers]
+        return sum(short for short, _ in floats), sum(long for _, long in floats)
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -107,13 +104,23 @@ class ModelConfig:
 
     def digest(self) -> str:
         """Equal for two configs iff a memory of one makes sense to the other."""
-        values = replace(self, dropout=0.0, head_width=self.head_size).to_dict()
-        values["dialect"] = dataclasses.asdict(self.rules)
+        config = replace(self, dropout=0.0, head_width=self.head_size)
+        # A field at its default is left out, so that a later version may add fields.
+        values: dict[str, Any] = {
+            field.name: getattr(config, field.name)
+            for field in dataclasses.fields(config)
+            if getattr(config, field.name) != field.default
+        }
+        values["dialect"] = dataclasses.asdict(self.answers)
         return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _check(c: ModelConfig) -> None:
     """Refuses what cannot be built, with the value and the cure."""
+    for field in dataclasses.fields(c):
+        value = getattr(c, field.name)
+        if field.type is int and (not isinstance(value, int) or isinstance(value, bool)):
+            raise ValueError(f"{field.name}={value!r} must be a whole number")
     for name in ("vocab_size", "width", "num_heads", "ffn_width", "window"):
         if getattr(c, name) < 1:
             raise ValueError(f"{name}={getattr(c, name)} must be at least 1")
@@ -128,9 +135,8 @@ def _check(c: ModelConfig) -> None:
     if not 0 <= c.dropout < 1:
         raise ValueError(f"dropout={c.dropout} must be at least 0 and below 1")
     _check_layers(c)
-    if c.has_summary:
-        _check_melodi(c)
-    _check_baselines(c)
+    if c.top_k is not None and "memorizing" not in c.layers:
+        raise ValueError(f"top_k={c.top_k} without effect: there is no 'memorizing' layer")
 
 
 def _check_layers(c: ModelConfig) -> None:
@@ -139,52 +145,14 @@ def _check_layers(c: ModelConfig) -> None:
     for kind in c.layers:
         if kind not in KINDS:
             raise ValueError(f"layer kind {kind!r} is unknown: choose one of {', '.join(KINDS)}")
-    others = [kind for kind in c.layers if kind in BASELINE_KINDS]
-    if c.has_summary and others:
-        raise ValueError(
-            f"layers mix Melodi with {others[0]!r}: only 'plain' layers go with either family"
-        )
-
-
-def _check_melodi(c: ModelConfig) -> None:
-    if c.short_term_tokens < 1:
-        raise ValueError(
-            f"short_term_tokens={c.short_term_tokens} leaves Melodi without summary tokens: "
-            "give at least 1"
-        )
-    has_long = "long" in c.layers or "long-only" in c.layers
-    for name in ("short_term_tokens", "long_term_tokens"):
-        if getattr(c, name) > c.window and (has_long or name == "short_term_tokens"):
+    for kind in c.layers:
+        if KINDS[kind].family not in (c.family, "any"):
             raise ValueError(
-                f"{name}={getattr(c, name)} exceeds window={c.window}: a window cannot be "
-                f"compressed into more tokens than it has; lower it to {c.window} or less"
+                f"layers mix {c.family.capitalize()} with {kind!r}: only kinds of one family, and "
+                "'plain', share a stack"
             )
-    for name in ("long_term_tokens", "long_term_windows"):
-        if has_long and getattr(c, name) < 1:
-            raise ValueError(
-                f"{name}={getattr(c, name)} leaves the long-term layer without memory: "
-                "give at least 1, or make the layer 'short'"
-            )
-    if c.copy_short_to_long and has_long:
-        if c.short_term_tokens != c.long_term_tokens:
-            raise ValueError(
-                f"copy_short_to_long needs as many short-term as long-term tokens, not "
-                f"{c.short_term_tokens} and {c.long_term_tokens}: set both to the same number"
-            )
-        if "long-only" in c.layers:
-            raise ValueError(
-                "copy_short_to_long cannot copy in a 'long-only' layer, which has no short-term "
-                "memory: make the layer 'long'"
-            )
-
-
-def _check_baselines(c: ModelConfig) -> None:
-    for kind, name in (("recurrent", "recurrent_states"), ("memorizing", "memory_slots")):
-        if kind in c.layers and getattr(c, name) < 1:
-            raise ValueError(f"{name}={getattr(c, name)}: a {kind!r} layer needs at least 1")
-    if c.top_k is not None and "memorizing" not in c.layers:
-        raise ValueError(f"top_k={c.top_k} without effect: there is no 'memorizing' layer")
-    if c.top_k is not None and not 1 <= c.top_k <= c.memory_slots:
-        raise ValueError(
-            f"top_k={c.top_k} must be from 1 to memory_slots={c.memory_slots}, or None for all"
-        )
+    for kind in dict.fromkeys(c.layers):
+        for name in KINDS[kind].needs:
+            if getattr(c, name) < 1:
+                raise ValueError(f"{name}={getattr(c, name)}: a {kind!r} layer needs at least 1")
+        KINDS[kind].check(c)

@@ -4,12 +4,13 @@ import difflib
 from collections.abc import Sequence
 from typing import Any
 
+from melodi.config.kinds import LayerKind
 from melodi.config.model import ModelConfig
 
 
 def sandwich(
     num_layers: int, long_term: Sequence[int] = (), short_term: Sequence[int] | None = None
-) -> tuple[str, ...]:
+) -> tuple[LayerKind, ...]:
     """Layer kinds of Melodi: short-term memory in `short_term` (everywhere when not given),
     long-term memory in `long_term`."""
     short_term = range(num_layers) if short_term is None else short_term
@@ -20,7 +21,7 @@ def sandwich(
                     f"{name} layer {i} is outside the stack of {num_layers} layers: "
                     f"choose an index from 0 to {num_layers - 1}"
                 )
-    names = {
+    names: dict[tuple[bool, bool], LayerKind] = {
         (True, True): "long",
         (True, False): "long-only",
         (False, True): "short",
@@ -29,7 +30,7 @@ def sandwich(
     return tuple(names[i in long_term, i in short_term] for i in range(num_layers))
 
 
-def _paper(layers: tuple[str, ...], **changes: Any) -> ModelConfig:
+def _paper(layers: tuple[LayerKind, ...], **changes: Any) -> ModelConfig:
     """The paper's sizes (Sec. 3.2)."""
     return ModelConfig(
         vocab_size=32_000,
@@ -43,15 +44,19 @@ def _paper(layers: tuple[str, ...], **changes: Any) -> ModelConfig:
     )
 
 
-def _laptop(layers: tuple[str, ...], **changes: Any) -> ModelConfig:
+def _laptop(layers: tuple[LayerKind, ...], **changes: Any) -> ModelConfig:
     """The paper's shape at a size that learns in minutes on two cores."""
     sizes: dict[str, Any] = dict(vocab_size=2048, width=128, num_heads=4, ffn_width=512, window=64)
     return ModelConfig(layers=layers, **{**sizes, **changes})
 
 
-def _at(num_layers: int, index: int, kind: str) -> tuple[str, ...]:
+def _all(num_layers: int, kind: LayerKind) -> tuple[LayerKind, ...]:
+    return (kind,) * num_layers
+
+
+def _at(num_layers: int, index: int, kind: LayerKind) -> tuple[LayerKind, ...]:
     """A Transformer-XL stack with one layer of another kind."""
-    layers = ["xl"] * num_layers
+    layers: list[LayerKind] = ["xl"] * num_layers
     layers[index] = kind
     return tuple(layers)
 
@@ -64,13 +69,13 @@ def _paper_family(num_layers: int, long_term_layer: int) -> dict[str, ModelConfi
         )
         for s, m in ((128, 64), (192, 32), (192, 96))
     }
-    family["transformer-xl"] = _paper(("xl",) * num_layers)
+    family["transformer-xl"] = _paper(_all(num_layers, "xl"))
     # The recurrent layer costs about as much as two: the paper gives it one layer fewer.
     family["block-recurrent"] = _paper(_at(num_layers - 1, -3, "recurrent"), recurrent_states=512)
     family["memorizing"] = _paper(
         _at(num_layers, long_term_layer, "memorizing"), memory_slots=65_536
     )
-    family["no-memory"] = _paper(("plain",) * num_layers)
+    family["no-memory"] = _paper(_all(num_layers, "plain"))
     return family
 
 
@@ -83,11 +88,11 @@ PRESETS: dict[str, ModelConfig] = {
         long_term_tokens=8,
         long_term_windows=64,
     ),
-    "laptop-transformer-xl": _laptop(("xl",) * 6),
+    "laptop-transformer-xl": _laptop(_all(6, "xl")),
     # A wider feed-forward makes up for the missing layer, so that all have about the same size.
     "laptop-block-recurrent": _laptop(_at(5, -3, "recurrent"), recurrent_states=64, ffn_width=544),
     "laptop-memorizing": _laptop(_at(6, 3, "memorizing"), memory_slots=4096),
-    "laptop-no-memory": _laptop(("plain",) * 6),
+    "laptop-no-memory": _laptop(_all(6, "plain")),
 }
 
 

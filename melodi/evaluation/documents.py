@@ -8,23 +8,18 @@
 Shapes: R rows, T tokens of a segment, H heads, t queries, k keys.
 """
 
-import contextlib
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from melodi.data.store import Documents
-from melodi.layers.melodi import LongTermLayer
-from melodi.layers.transformer_xl import MemorizingLayer
-from melodi.memory import MemoryState
-from melodi.model import LanguageModel
+from melodi.model import LanguageModel, Scored
 
-Nats = Callable[[Tensor, Tensor, MemoryState], tuple[Tensor, MemoryState]]
+Nats = Callable[..., Scored]
+"""`model.nats`, or what wraps it."""
 POSITION_BUCKETS = 24
 
 
@@ -94,7 +89,7 @@ def evaluate(
             tokens_RT, targets_RT = (
                 torch.from_numpy(array).to(device) for array in (walk.tokens_RT, walk.targets_RT)
             )
-            nats_RT, state = nats(tokens_RT, targets_RT, state)
+            nats_RT, state, _ = nats(tokens_RT, targets_RT, state)
             add(result, nats_RT.double().cpu().numpy(), walk)
             if progress is not None:
                 progress(int((walk.targets_RT >= 0).sum()))
@@ -171,57 +166,3 @@ def choose(documents: Documents, max_tokens: int | None) -> list[int]:
     usable = [i for i in range(len(documents)) if documents.lengths[i] >= 2]
     before = np.cumsum(documents.lengths[usable]) - documents.lengths[usable]
     return [i for i, tokens in zip(usable, before, strict=True) if tokens < max_tokens]
-
-
-def vital_signs(model: LanguageModel) -> dict[str, float]:
-    """The mean gate of each layer that has one: the share of what is read from long-term memory."""
-    return {
-        f"gate/{i}": layer.gate.alpha().mean().item()
-        for i, layer in enumerate(model.stack)
-        if isinstance(layer, LongTermLayer | MemorizingLayer)
-    }
-
-
-def memory_shares(
-    model: LanguageModel, tokens: np.ndarray, nats: Nats | None = None
-) -> dict[str, float]:
-    """The share of attention that goes to memory while these tokens are read, from the second
-    window on: of self-attention to the past in each layer, and its mean."""
-    device = model.embedding.weight.device
-    tokens_1T = torch.from_numpy(tokens.astype(np.int64))[None].to(device)
-    was_training = model.training
-    model.eval()
-    with torch.inference_mode(), watching(model) as shares:
-        (nats or model.nats)(tokens_1T, torch.full_like(tokens_1T, -1), model.empty_state(1))
-    model.train(was_training)
-    means = {name: float(np.mean(values[1:])) for name, values in shares.items() if values[1:]}
-    return {**means, "past": float(np.mean(list(means.values())))} if means else {}
-
-
-@contextlib.contextmanager
-def watching(model: LanguageModel) -> Iterator[dict[str, list[float]]]:
-    """Collects, while the model reads, the share of self-attention that goes to the past: to
-    short-term memory or the cache. The share of long-term memory is the gate's."""
-    shares: dict[str, list[float]] = {}
-
-    def wrap(name: str, past: int, attention: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def watched(q: Tensor, k: Tensor, v: Tensor, bias: Any, visible: Tensor) -> Tensor:
-            # Attending to indicators of the past instead of values gives the mass on it.
-            is_past = torch.zeros_like(v)
-            is_past[:, :, :past] = 1
-            shares.setdefault(name, []).append(
-                attention(q, k, is_past, bias, visible).mean().item()
-            )
-            return attention(q, k, v, bias, visible)
-
-        return watched
-
-    for i, layer in enumerate(model.stack):
-        if layer.past_slots:
-            attention = layer.block.self_attention
-            layer.block.self_attention = wrap(f"past/{i}", layer.past_slots, attention)  # type: ignore[method-assign]
-    try:
-        yield shares
-    finally:
-        for layer in model.stack:
-            layer.block.__dict__.pop("self_attention", None)

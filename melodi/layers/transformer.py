@@ -1,15 +1,16 @@
-"""The ordinary parts: position bias, attention, feed-forward, and the Block that joins them.
+"""The paper's T(x | z) (Eq. 1) and its parts: position bias, attention, feed-forward.
 
 - Pre-norm RMSNorm, no biases in the projections, T5 relative position bias.
-- Queries leave `Block.queries` already scaled: every attention is a plain softmax of q·k + bias.
-- The Block is the paper's T(x | z) (Eq. 1). It is split into before (`normed`, `queries`,
-  `keys_values`) and after attention (`finish`), so that a memory can plug in between.
+- `Block.forward` is T(x | z). It is made of `project`, `attend` and `finish`, so that a memory can
+  plug in between: see layers/frame.py.
+- Queries leave the projection already scaled: every attention is a plain softmax of q·k + bias.
 
 Shapes: B rows, t query tokens, k keys, H heads, E head width, D width, N layers, b = 1 or B.
 """
 
 import math
 from collections.abc import Callable
+from typing import ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -22,18 +23,53 @@ NUM_BUCKETS = 32
 MAX_DISTANCE = 128
 
 
+class Pairs(NamedTuple):
+    """Keys and values, slot by slot."""
+
+    keys_BHkE: Tensor
+    values_BHkE: Tensor
+
+    def join(self, *others: "Pairs") -> "Pairs":
+        """These slots, then those of the others."""
+        keys, values = zip(self, *others, strict=True)
+        return Pairs(torch.cat(keys, dim=2), torch.cat(values, dim=2))
+
+    def slots(self, start: int, stop: int | None = None) -> "Pairs":
+        return Pairs(self.keys_BHkE[:, :, start:stop], self.values_BHkE[:, :, start:stop])
+
+    def detach(self) -> "Pairs":
+        return Pairs(self.keys_BHkE.detach(), self.values_BHkE.detach())
+
+
+class Sight(NamedTuple):
+    """Who sees what in self-attention, and at which bias; shared by windows that are alike."""
+
+    visible_b1tk: Tensor
+    bias_bHtk: Tensor | None
+    past: "Sight | None" = None
+    """Of the past among itself, where it is made of tokens that run through the stack."""
+
+
+class Projections(NamedTuple):
+    """What a block makes of its input: the normed tokens, their queries, their pairs."""
+
+    h_BtD: Tensor
+    q_BHtE: Tensor
+    pairs: Pairs
+
+
 class Block(nn.Module):
-    """The paper's transformer block; memory plugs in between its two halves.
+    """The paper's transformer block.
 
     `sources` is the number of attention results that `finish` projects back, side by side.
     """
 
     def __init__(self, config: ModelConfig, sources: int = 1) -> None:
         super().__init__()
-        rules, inner = config.rules, config.num_heads * config.head_size
+        answers, inner = config.answers, config.num_heads * config.head_size
         self.num_heads = config.num_heads
         self.dropout = config.dropout
-        self.strict = rules.causal_mask == "strict"
+        self.strict = answers.causal_mask == "strict"
         self.attention_norm = RMSNorm(config.width)
         self.query = Linear(config.width, inner)
         self.key = Linear(config.width, inner)
@@ -41,7 +77,39 @@ class Block(nn.Module):
         self.scale = AttentionScale(config)
         self.output = Linear(sources * inner, config.width)
         self.ffn_norm = RMSNorm(config.width)
-        self.ffn = FeedForward(config, bias=rules.ffn_bias and config.has_summary)
+        self.ffn = FeedForward(config, bias=answers.ffn_bias and config.family == "melodi")
+
+    def forward(self, x_BtD: Tensor, z: Pairs, sight: Sight) -> Tensor:
+        """T(x | z), Eq. 1: the tokens x attend to what precedes them, z, and to each other."""
+        seen = self.project(x_BtD)
+        return self.finish(x_BtD, self.attend(seen.q_BHtE, z.join(seen.pairs), sight))
+
+    def project(self, x_BtD: Tensor) -> Projections:
+        h_BtD = self.normed(x_BtD)
+        return Projections(h_BtD, self.queries(h_BtD), self.pairs(h_BtD))
+
+    def attend(self, q_BHtE: Tensor, pairs: Pairs, sight: Sight) -> Tensor:
+        """Self-attention: within the window, and to the past that precedes it."""
+        visible, bias = sight.visible_b1tk, self.scale.bias(sight.bias_bHtk)
+        if not self.strict:
+            return attend(q_BHtE, *pairs, bias, visible, self.drop_rate)
+        # A query with nothing to see is let to see everything, and its result is set to zero.
+        blind = ~visible.any(-1, keepdim=True)
+        a_BHtE = attend(q_BHtE, *pairs, bias, visible | blind, self.drop_rate)
+        return a_BHtE.masked_fill(blind, 0)
+
+    def mask(self, sight: Sight) -> Tensor:
+        """What is added to q·k in self-attention: the bias, and -inf where nothing is seen."""
+        bias = self.scale.bias(sight.bias_bHtk)
+        visible = sight.visible_b1tk
+        bias = torch.zeros(visible.shape, device=visible.device) if bias is None else bias
+        return bias.masked_fill(~visible, float("-inf"))
+
+    def finish(self, x_BtD: Tensor, *heads_BHtE: Tensor) -> Tensor:
+        """Back from attention to the residual stream, and through the feed-forward."""
+        y_BtD = x_BtD + self.output(torch.cat([merge_heads(a) for a in heads_BHtE], dim=-1))
+        f_BtD = self.ffn(self.ffn_norm(y_BtD))
+        return y_BtD + F.dropout(f_BtD, self.dropout, self.training)
 
     def normed(self, x_BtD: Tensor) -> Tensor:
         return F.dropout(self.attention_norm(x_BtD), self.dropout, self.training)
@@ -49,27 +117,9 @@ class Block(nn.Module):
     def queries(self, h_BtD: Tensor) -> Tensor:
         return self.scale.query(split_heads(self.query(h_BtD), self.num_heads))
 
-    def keys_values(self, h_BtD: Tensor) -> tuple[Tensor, Tensor]:
+    def pairs(self, h_BtD: Tensor) -> Pairs:
         k_BHtE = self.scale.key(split_heads(self.key(h_BtD), self.num_heads))
-        return k_BHtE, split_heads(self.value(h_BtD), self.num_heads)
-
-    def self_attention(
-        self, q_BHtE: Tensor, k_BHkE: Tensor, v_BHkE: Tensor, bias: Tensor | None, visible: Tensor
-    ) -> Tensor:
-        """Attention within the window and to the past that precedes it."""
-        if not self.strict:
-            return attend(q_BHtE, k_BHkE, v_BHkE, self.scale.bias(bias), visible, self.drop_rate)
-        # A query with nothing to see is let to see everything, and its result is set to zero.
-        blind = ~visible.any(-1, keepdim=True)
-        a_BHtE = attend(
-            q_BHtE, k_BHkE, v_BHkE, self.scale.bias(bias), visible | blind, self.drop_rate
-        )
-        return a_BHtE.masked_fill(blind, 0)
-
-    def finish(self, x_BtD: Tensor, *heads_BHtE: Tensor) -> Tensor:
-        y_BtD = x_BtD + self.output(torch.cat([merge_heads(a) for a in heads_BHtE], dim=-1))
-        f_BtD = self.ffn(self.ffn_norm(y_BtD))
-        return y_BtD + F.dropout(f_BtD, self.dropout, self.training)
+        return Pairs(k_BHtE, split_heads(self.value(h_BtD), self.num_heads))
 
     @property
     def drop_rate(self) -> float:
@@ -79,10 +129,12 @@ class Block(nn.Module):
 class AttentionScale(nn.Module):
     """How q·k becomes a logit: divided by √E, or of unit vectors times a learned scale per head."""
 
+    roles: ClassVar = {"factor": "gates"}
+
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.root = math.sqrt(config.head_size)
-        kind = config.rules.attention
+        kind = config.answers.attention
         start = {"scaled": None, "normalised": 1.0, "normalised-root": self.root}[kind]
         self.factor = (
             None if start is None else nn.Parameter(torch.full((config.num_heads,), start))
@@ -107,7 +159,7 @@ class FeedForward(nn.Module):
         super().__init__()
         self.hidden = Linear(config.width, config.ffn_width, bias)
         self.output = Linear(config.ffn_width, config.width, bias)
-        self.activation = ACTIVATIONS[config.rules.activation]
+        self.activation = ACTIVATIONS[config.answers.activation]
 
     def forward(self, h_BtD: Tensor) -> Tensor:
         return self.output(self.activation(self.hidden(h_BtD)))
@@ -126,14 +178,15 @@ class RelativePositionBias(nn.Module):
             {str(layer): nn.Parameter(torch.zeros(num_heads, NUM_BUCKETS)) for layer in layers}
         )
 
-    def forward(self, distance_btk: Tensor) -> dict[str, Tensor]:
-        """A (b, H, t, k) bias for each layer that has one."""
-        if not self.tables:
+    def forward(self, layers: list[int], distance_btk: Tensor) -> dict[int, Tensor]:
+        """A (b, H, t, k) bias for each of these layers that has one."""
+        layers = [layer for layer in layers if str(layer) in self.tables]
+        if not layers:
             return {}
         buckets_btk = bucket_of_distance(distance_btk)
-        tables_NHK = torch.stack(list(self.tables.values()))
+        tables_NHK = torch.stack([self.tables[str(layer)] for layer in layers])
         bias_NbHtk = tables_NHK[:, :, buckets_btk].transpose(1, 2)
-        return dict(zip(self.tables, bias_NbHtk.unbind(0), strict=True))
+        return dict(zip(layers, bias_NbHtk.unbind(0), strict=True))
 
 
 class RMSNorm(nn.RMSNorm):

@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from melodi.layers.frame import Probe
 from melodi.memory import MemoryState
-from melodi.model import LanguageModel
+from melodi.model import LanguageModel, Scored
 
 
 @dataclass(frozen=True)
@@ -85,9 +86,13 @@ class Reading(nn.Module):
         self.model = model
 
     def forward(
-        self, tokens_BT: Tensor, targets_BT: Tensor, state: MemoryState
-    ) -> tuple[Tensor, MemoryState]:
-        return self.model.nats(tokens_BT, targets_BT, state)
+        self,
+        tokens_BT: Tensor,
+        targets_BT: Tensor,
+        state: MemoryState,
+        probe: Probe | None = None,
+    ) -> Scored:
+        return self.model.nats(tokens_BT, targets_BT, state, probe)
 
 
 def spread(

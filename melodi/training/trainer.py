@@ -24,7 +24,8 @@ from tqdm import tqdm
 from melodi.config import ModelConfig
 from melodi.config.training import Machinery, TrainConfig
 from melodi.data.store import Batch, Rows, TokenStore
-from melodi.evaluation.documents import Evaluation, choose, evaluate, memory_shares, vital_signs
+from melodi.evaluation.documents import Evaluation, choose, evaluate
+from melodi.evaluation.probes import gates, memory_shares
 from melodi.files import read_json, write_json
 from melodi.memory import MemoryState
 from melodi.model import LanguageModel
@@ -186,9 +187,12 @@ class Trainer:
             bf16 = self.config.precision == "bf16"
             with without_reduction(self.reading, last=i == len(self.states) - 1):
                 with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
-                    nats_BT, state = self.reading(tokens_BT, targets_BT, state)
+                    nats_BT, state, extra_loss = self.reading(tokens_BT, targets_BT, state)
                     total = nats_BT.sum()
-                (total * scale).backward()
+                loss = total * scale
+                if extra_loss is not None:
+                    loss = loss + extra_loss / len(self.states)
+                loss.backward()
             nats += total.item()
             states.append(state.detach())
         return nats, states
@@ -288,10 +292,8 @@ class Trainer:
         )
         result.nats, predictions = self.group.total(result.nats, result.predictions)
         result.predictions = int(predictions)
-        shares = {}
-        if not self.machinery.compile:
-            sample = documents[chosen[0]][: SHARE_WINDOWS * self.model.config.window]
-            shares = memory_shares(self.model, sample, self.reading)
+        sample = documents[chosen[0]][: SHARE_WINDOWS * self.model.config.window]
+        shares = memory_shares(self.model, sample, self.reading)
         self._record(
             {
                 "step": self.step,
@@ -318,7 +320,7 @@ class Trainer:
         return {name: full(tensor) for name, tensor in self.model.state_dict().items()}
 
     def _log(self, meter: "Meter", bar: Bar) -> None:
-        signs = vital_signs(self.model) if self.machinery.sharding != "fsdp" else {}
+        signs = gates(self.model)
         record = {"step": self.step, **meter.record(), **signs, "skipped": self.skipped}
         self._record(record)
         shown = [f"loss {record['loss']:.3f}", f"{record['tokens_per_second']:,.0f} tok/s"]

@@ -1,0 +1,76 @@
+"""Is the memory used? Gates, and the share of attention that each memory gets.
+
+A `Probe` goes through the model with the tokens, so that nothing has to be patched: it works alone,
+under DDP and FSDP2, and with compiled layers, which run uncompiled while they are watched.
+"""
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from melodi.evaluation.documents import Nats
+from melodi.layers.frame import Layer, Probe
+from melodi.layers.gate import Gate
+from melodi.model import LanguageModel
+from melodi.sharded import full
+
+
+def gates(model: LanguageModel) -> dict[str, float]:
+    """The mean α of each layer that has a gate: the share of what is read from memory.
+
+    Of a sharded model every process must ask at the same time.
+    """
+    return {
+        f"gate/{i}": full(module.alpha().mean()).item()
+        for i, layer in enumerate(model.stack)
+        for module in layer.modules()
+        if isinstance(module, Gate)
+    }
+
+
+def memory_shares(
+    model: LanguageModel, tokens: np.ndarray, nats: Nats | None = None
+) -> dict[str, float]:
+    """How attention is shared out while these tokens of one document are read, from the second
+    window on.
+
+    For each layer the share of self-attention that goes to its past ("short-term/3", "cache/0");
+    for each long-term memory, of the attention that it gets, the share by age of the window
+    ("long-term/3/age/1" is the newest); and "past", the mean over all layers that have a past.
+    """
+    weight = model.embedding.weight
+    tokens_1T = torch.from_numpy(tokens.astype(np.int64))[None].to(weight.device)
+    probe, was_training = Probe(), model.training
+    model.eval()
+    with torch.inference_mode(), torch.compiler.set_stance("force_eager"):
+        targets_1T = torch.full_like(tokens_1T, -1)
+        (nats or model.nats)(tokens_1T, targets_1T, model.empty_state(1), probe=probe)
+    model.train(was_training)
+    shares = {f"{layer.past_is}/{layer.index}": past_share(probe, layer) for layer in model.stack}
+    found = {name: share for name, share in shares.items() if share is not None}
+    if found:
+        found["past"] = float(np.mean(list(found.values())))
+    for layer in model.stack:
+        found |= shares_by_age(probe, layer)
+    return found
+
+
+def past_share(probe: Probe, layer: Layer[Any]) -> float | None:
+    """Of self-attention, without the first window, which has no past."""
+    weights = probe.shares.get((layer.index, "self"), [])[1:]
+    if not layer.past_slots or not weights:
+        return None
+    return float(np.mean([w[: layer.past_slots].sum().item() for w in weights]))
+
+
+def shares_by_age(probe: Probe, layer: Layer[Any]) -> dict[str, float]:
+    """Of the last window's attention to long-term memory; age 1 is the window before it."""
+    weights = probe.shares.get((layer.index, "long-term"), [])
+    if not weights:
+        return {}
+    newest_first = weights[-1].flip(0).split(layer.entries_per_window)
+    return {
+        f"long-term/{layer.index}/age/{age}": part.sum().item()
+        for age, part in enumerate(newest_first, 1)
+    }

@@ -1,0 +1,342 @@
+"""The frame that all layer kinds share: h(z, x, u) for a part of a window, in any cut.
+
+- `Layer.forward` is the paper's h: self-attention over [past; window; write tokens], what else the
+  kind reads, then, when a window is full, what it writes. A kind says what its past is (`past`),
+  what else it reads (`recall`, `read`), and what a full window leaves behind (`write`).
+- A `WindowPart` is at most one window per row. Whole aligned windows are the fast path; in all
+  other parts the layer adds to its `OpenWindow`, and rows whose window is not full remember
+  nothing.
+- A FIFO is a tensor of fixed length: `WindowPart.append` adds a window's entries at the end, and
+  the oldest fall out. `filled_slots` tells which part of it holds something.
+
+Shapes: B rows, t tokens of the part (context, then write tokens), W window, S write tokens, M
+slots, P past slots, k keys, H heads, E head width, D width, b = 1 or B.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from melodi.config import ModelConfig
+from melodi.config.kinds import KINDS
+from melodi.layers.transformer import Block, Pairs, Sight
+
+Zeros = Callable[..., Tensor]
+Memory = TypeVar("Memory", bound=tuple[Tensor, ...])
+"""What one layer carries from window to window: a NamedTuple of tensors, rows first."""
+
+
+class OpenWindow(NamedTuple):
+    """What an unfinished window has left in one layer, so that nothing is computed twice."""
+
+    past_keys_BHPE: Tensor
+    past_values_BHPE: Tensor
+    """Of the past, projected when the window opened; without slots where memory holds pairs."""
+    keys_BHWE: Tensor
+    values_BHWE: Tensor
+    kept_BWD: Tensor
+    """What the kind needs of every token when the window is full; without width if nothing."""
+
+
+class Probe:
+    """Notes, while a model reads, how much attention each key gets, on average over its queries.
+
+    `shares[layer, source]` has one vector of weights for each part of a window that was read;
+    source is "self" or "long-term".
+    """
+
+    def __init__(self) -> None:
+        self.shares: dict[tuple[int, str], list[Tensor]] = {}
+
+    def note(
+        self, layer: "Layer[Any]", source: str, q_BHtE: Tensor, pairs: Pairs, mask: Tensor | None
+    ) -> None:
+        logits_BHtk = q_BHtE @ pairs.keys_BHkE.transpose(2, 3)
+        if mask is not None:
+            logits_BHtk = logits_BHtk + mask
+        weights_k = logits_BHtk.softmax(-1).nan_to_num(0).mean((0, 1, 2))
+        self.shares.setdefault((layer.index, source), []).append(weights_k.detach())
+
+
+@dataclass(frozen=True)
+class WindowPart:
+    """What all layers need to know of the tokens being read: at most one window per row."""
+
+    whole: bool
+    """Every row reads exactly one whole window."""
+    opens: bool
+    """Some row begins a window."""
+    closes: bool
+    """Some row fills its window: write tokens run, and memory is rewritten."""
+    fewest_windows: int
+    """Windows read so far by the row that has read least."""
+    most_windows: int
+    """Windows read so far by the row that has read most."""
+    windows_read_B: Tensor
+    position_B: Tensor
+    """Tokens in the open window before this part."""
+    length_B: Tensor
+    """Tokens that each row reads now; the rest is padding."""
+    full_B: Tensor
+    """Rows that fill their window."""
+    probe: Probe | None = None
+
+    def commit(self, new: Tensor, old: Tensor) -> Tensor:
+        """The new memory in rows that fill their window, the old one in the others."""
+        new = new.to(old.dtype)
+        return new if self.whole else where_rows(self.full_B, new, old)
+
+    def append(self, queue: Tensor, new: Tensor, dim: int) -> Tensor:
+        """The FIFO with the entries of a window that is full; as it was in the other rows."""
+        return self.commit(push(queue, new, dim), queue)
+
+    def put(self, new: Tensor, window: Tensor, dim: int) -> Tensor:
+        """The open window with the part's context tokens in their slots, which lie along `dim`."""
+        slot_W = torch.arange(window.size(dim), device=new.device)
+        source_BW = slot_W - self.position_B[:, None]
+        written_BW = (source_BW >= 0) & (source_BW < self.length_B[:, None])
+        shape = [size if axis in (0, dim) else 1 for axis, size in enumerate(window.shape)]
+        index = source_BW.clamp(0, new.size(dim) - 1).view(shape)
+        moved = new.gather(dim, index.expand_as(window))
+        return torch.where(written_BW.view(shape), moved, window)
+
+
+class Seen(NamedTuple):
+    """What a layer's self-attention was made of, for the kind to read with and to write from."""
+
+    h_BtD: Tensor
+    """The part's tokens after the norm, write tokens last."""
+    q_BHtE: Tensor
+    past: Pairs
+    window: Pairs
+    """The context tokens of the window so far, without the write tokens."""
+
+
+class Stream(NamedTuple):
+    """The tokens that run through the stack."""
+
+    x_BtD: Tensor
+    """The context."""
+    u_BSD: Tensor | None = None
+    """Write tokens, behind the context, when some row fills its window."""
+    r_BPD: Tensor | None = None
+    """Memory tokens, before the context, when some row opens a window; only in kinds whose past is
+    made of tokens that run through the whole stack."""
+
+
+class Output(NamedTuple):
+    """What a layer gives on: upward the tokens, rightward what it remembers."""
+
+    stream: Stream
+    memory: Any
+    window: OpenWindow | None
+    extra_loss: Tensor | None = None
+    """A loss of the kind's own, beside that of the language model."""
+
+
+class Layer(nn.Module, Generic[Memory]):
+    """One layer of any kind."""
+
+    sources = 1
+    """Attention results that the block projects back."""
+    past_is = "past"
+    """What the slots before the window are, in words."""
+    projects_past = False
+    """The past is projected when a window opens, and kept while it is open."""
+    entries_per_window = 1
+    """What a window adds to the kind's FIFO, if it has one."""
+    keeps = False
+    """The kind keeps one vector of every token of an open window, see `keep`."""
+
+    def __init__(self, config: ModelConfig, index: int) -> None:
+        super().__init__()
+        self.index = index
+        self.past_slots = KINDS[config.layers[index]].past(config)
+        self.window, self.width = config.window, config.width
+        self.heads = (config.num_heads, config.head_size)
+        self.masked = config.answers.empty_memory == "masked"
+        self.block = Block(config, self.sources)
+
+    def forward(
+        self,
+        stream: Stream,
+        memory: Memory,
+        window: OpenWindow | None,
+        part: WindowPart,
+        sight: Sight,
+    ) -> Output:
+        """h(z, x, u): reads a part of a window, and remembers the window where that fills it.
+
+        There is no open window where all rows read whole windows.
+        """
+        tokens = stream.x_BtD.size(1)
+        xu_BtD = self.recall(_joined(stream.x_BtD, stream.u_BSD), memory, part)
+        h_BtD, q_BHtE, new = self.block.project(xu_BtD)
+        past, r_BPD = self._past_of_window(stream.r_BPD, memory, window, part, sight)
+        own, written = new.slots(0, tokens), new.slots(tokens)
+        if window is not None:
+            keys, values = (part.put(a, b, dim=2) for a, b in zip(own, window[2:4], strict=True))
+            own = Pairs(keys, values)
+        seen = Seen(h_BtD, q_BHtE, past, own)
+        a_BHtE = self.block.attend(q_BHtE, past.join(own, written), sight)
+        if part.probe is not None:
+            part.probe.note(self, "self", q_BHtE, past.join(own, written), self.block.mask(sight))
+
+        y_BtD = self.block.finish(xu_BtD, *self.read(a_BHtE, seen, memory, part))  # Eq. 1
+        x_BtD, u_hat_BSD = y_BtD[:, :tokens], y_BtD[:, tokens:]
+        kept_BWD = self.keep(x_BtD, h_BtD[:, :tokens])
+        if window is not None:
+            kept_BWD = part.put(kept_BWD, window.kept_BWD, dim=1)
+            kept_past = past if self.projects_past else past.slots(0, 0)
+            window = OpenWindow(*kept_past, *own, kept_BWD)
+        if not part.closes:
+            return Output(Stream(x_BtD, None, r_BPD), memory, window)
+        u_BSD, memory, extra_loss = self.write(kept_BWD, u_hat_BSD, seen, memory, part)  # Eq. 2
+        return Output(Stream(x_BtD, u_BSD, r_BPD), memory, window, extra_loss)
+
+    @classmethod
+    def memory_class(cls, config: ModelConfig) -> type[Memory]:
+        """The NamedTuple that the kind carries."""
+        raise NotImplementedError
+
+    def empty_memory(self, batch_size: int, zeros: Zeros) -> Memory:
+        """What rows carry that have read nothing."""
+        raise NotImplementedError
+
+    def empty_window(self, batch_size: int, zeros: Zeros) -> OpenWindow:
+        """An open window without tokens."""
+        past = self.empty_pairs(batch_size, self.past_slots if self.projects_past else 0, zeros)
+        own = self.empty_pairs(batch_size, self.window, zeros)
+        return OpenWindow(
+            *past, *own, zeros(batch_size, self.window, self.width if self.keeps else 0)
+        )
+
+    def empty_pairs(self, batch_size: int, slots: int, zeros: Zeros) -> Pairs:
+        heads, head_width = self.heads
+        size = (batch_size, heads, slots, head_width)
+        return Pairs(zeros(*size), zeros(*size))
+
+    def begin(
+        self, x_BtD: Tensor, table_SD: Tensor | None, memory: Memory, part: WindowPart
+    ) -> Stream:
+        """Asked of the first layer: the context, and the tokens that run with it. Write tokens
+        start every window from one learned table."""
+        if table_SD is None or not part.closes:
+            return Stream(x_BtD)
+        return Stream(x_BtD, u_BSD=table_SD.expand(len(x_BtD), -1, -1))
+
+    def past(self, memory: Memory, part: WindowPart) -> Pairs:
+        """Keys and values of the slots that precede the window in self-attention."""
+        return self.empty_pairs(len(part.length_B), 0, memory[0].new_zeros)
+
+    def precede(
+        self, r_BPD: Tensor | None, memory: Memory, part: WindowPart, sight: Sight
+    ) -> tuple[Pairs, Tensor | None]:
+        """The past of a window that opens, and the memory tokens for the next layer."""
+        return self.past(memory, part), r_BPD
+
+    def recall(self, xu_BtD: Tensor, memory: Memory, part: WindowPart) -> Tensor:
+        """What the residual stream takes from memory before the block."""
+        return xu_BtD
+
+    def read(
+        self, a_BHtE: Tensor, seen: Seen, memory: Memory, part: WindowPart
+    ) -> tuple[Tensor, ...]:
+        """What else the queries attend to, combined with or put beside self-attention."""
+        return (a_BHtE,)
+
+    def keep(self, x_BtD: Tensor, h_BtD: Tensor) -> Tensor:
+        """What `write` needs of every token: of its output x, or of h, its input after the norm."""
+        return x_BtD[:, :, :0]
+
+    def write(
+        self,
+        kept_BWD: Tensor,
+        u_hat_BSD: Tensor,
+        seen: Seen,
+        memory: Memory,
+        part: WindowPart,
+    ) -> tuple[Tensor | None, Memory, Tensor | None]:
+        """What a full window leaves: write tokens for the next layer, memory for the next window,
+        and a loss of the kind's own, if any. Without write tokens û is empty."""
+        raise NotImplementedError
+
+    def end(self, u_BSD: Tensor, final_norm: nn.Module, memory: Memory, part: WindowPart) -> Memory:
+        """Asked of the first layer: what is remembered of the write tokens after the last one."""
+        return memory
+
+    def _past_of_window(
+        self,
+        r_BPD: Tensor | None,
+        memory: Memory,
+        window: OpenWindow | None,
+        part: WindowPart,
+        sight: Sight,
+    ) -> tuple[Pairs, Tensor | None]:
+        """The past as it was when each row's window opened."""
+        if window is None or not self.projects_past:
+            return self.precede(r_BPD, memory, part, sight)
+        kept = Pairs(window.past_keys_BHPE, window.past_values_BHPE)
+        if not part.opens:
+            return kept, r_BPD
+        opens_B = part.position_B == 0
+        new, r_BPD = self.precede(r_BPD, memory, part, sight)
+        keys, values = (where_rows(opens_B, a, b) for a, b in zip(new, kept, strict=True))
+        return Pairs(keys, values), r_BPD
+
+
+class FilledSlots(NamedTuple):
+    """The part of a FIFO worth reading."""
+
+    slots: int
+    """How many slots, from the newest, hold something in at least one row."""
+    visible_B11M: Tensor | None
+    """Which of them hold something; None where all do. An empty row sees all of its zeros."""
+    empty_B: Tensor | None
+    """Rows that remember nothing; None where there are none."""
+
+    def mask(self) -> Tensor | None:
+        """What is added to q·k: -inf where nothing is held."""
+        visible = self.visible_B11M
+        if visible is None:
+            return None
+        return torch.zeros(visible.shape, device=visible.device).masked_fill(~visible, -torch.inf)
+
+
+def filled_slots(part: WindowPart, slots: int, per_window: int, masked: bool) -> FilledSlots:
+    """Which slots of a FIFO to read when every window has pushed `per_window` entries."""
+    if not masked:
+        return FilledSlots(slots, None, None)
+    count = min(part.most_windows * per_window, slots)
+    if part.fewest_windows * per_window >= count:
+        return FilledSlots(count, None, None)
+    empty_B = part.windows_read_B == 0
+    visible_B11M = written_slots(part, count, per_window) | empty_B[:, None, None, None]
+    return FilledSlots(count, visible_B11M, empty_B)
+
+
+def written_slots(part: WindowPart, slots: int, per_window: int) -> Tensor:
+    """Which of the newest slots of a FIFO have been written, (B, 1, 1, M)."""
+    first_B = slots - part.windows_read_B * per_window
+    slot_M = torch.arange(slots, device=first_B.device)
+    return (slot_M >= first_B[:, None])[:, None, None, :]
+
+
+def push(queue: Tensor, new: Tensor, dim: int) -> Tensor:
+    """Appends at the end of a FIFO of fixed length; the oldest entries fall out."""
+    slots, count = queue.size(dim), new.size(dim)
+    if count >= slots:
+        return new.narrow(dim, count - slots, slots).to(queue.dtype)
+    return torch.cat([queue.narrow(dim, count, slots - count), new.to(queue.dtype)], dim)
+
+
+def where_rows(rows_B: Tensor, yes: Tensor, no: Tensor) -> Tensor:
+    """In these rows the one, in the others the other."""
+    return torch.where(rows_B.view(-1, *[1] * (yes.dim() - 1)), yes, no)
+
+
+def _joined(x_BtD: Tensor, u_BSD: Tensor | None) -> Tensor:
+    return x_BtD if u_BSD is None else torch.cat([x_BtD, u_BSD], dim=1)

@@ -1,0 +1,111 @@
+"""Memorizing Transformer (Wu et al. 2022): the pairs of all earlier windows, without gradient.
+
+The external memory is a FIFO of pairs, read densely or only at the k best; all of it beside a
+Transformer-XL cache.
+
+Shapes as in frame.py.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from melodi.config import ModelConfig
+from melodi.layers.frame import Seen, WindowPart, Zeros, filled_slots, written_slots
+from melodi.layers.gate import Gate
+from melodi.layers.transformer import Pairs, attend
+from melodi.layers.transformer_xl import CachedLayer
+
+
+class MemorizingMemory(NamedTuple):
+    """memorizing: the previous window's pairs, and the FIFO of all earlier pairs."""
+
+    cache_keys_BHWE: Tensor
+    cache_values_BHWE: Tensor
+    keys_BHME: Tensor
+    values_BHME: Tensor
+
+
+class MemorizingLayer(CachedLayer[MemorizingMemory]):
+    """Also attends to the pairs of all earlier windows, densely or to the k best."""
+
+    def __init__(self, config: ModelConfig, index: int) -> None:
+        super().__init__(config, index)
+        self.slots = config.memory_slots
+        self.entries_per_window = config.window
+        self.top_k = config.top_k
+        self.gate = Gate(config, per_channel=False)
+
+    @classmethod
+    def memory_class(cls, config: ModelConfig) -> type[MemorizingMemory]:
+        return MemorizingMemory
+
+    def empty_memory(self, batch_size: int, zeros: Zeros) -> MemorizingMemory:
+        cache = self.empty_cache(batch_size, zeros)
+        return MemorizingMemory(*cache, *self.empty_pairs(batch_size, self.slots, zeros))
+
+    def read(
+        self, a_BHtE: Tensor, seen: Seen, memory: MemorizingMemory, part: WindowPart
+    ) -> tuple[Tensor, ...]:
+        filled = filled_slots(part, self.slots, self.window, self.masked)
+        if filled.slots == 0:
+            return (a_BHtE,)
+        pairs = Pairs(memory.keys_BHME, memory.values_BHME).slots(-filled.slots)
+        drop_rate = self.block.drop_rate
+        if part.probe is not None:
+            part.probe.note(self, "long-term", seen.q_BHtE, pairs, filled.mask())
+        if self.top_k is None or self.top_k >= filled.slots:
+            long_BHtE = attend(seen.q_BHtE, *pairs, visible=filled.visible_B11M, dropout=drop_rate)
+        else:
+            written_B11M = written_slots(part, filled.slots, self.window)
+            long_BHtE = attend_best(
+                seen.q_BHtE, pairs, written_B11M, self.top_k, self.masked, drop_rate
+            )
+        return (self.gate(a_BHtE, long_BHtE, filled.empty_B),)
+
+    def write(
+        self,
+        kept_BWD: Tensor,
+        u_hat_BSD: Tensor,
+        seen: Seen,
+        memory: MemorizingMemory,
+        part: WindowPart,
+    ) -> tuple[None, MemorizingMemory, None]:
+        keys, values = seen.window.detach()
+        queue = Pairs(
+            part.append(memory.keys_BHME, keys, dim=2),
+            part.append(memory.values_BHME, values, dim=2),
+        )
+        return None, MemorizingMemory(*self.new_cache(seen, memory, part), *queue), None
+
+
+def attend_best(
+    q_BHtE: Tensor,
+    pairs: Pairs,
+    written_B11M: Tensor,
+    top_k: int,
+    masked: bool = True,
+    dropout: float = 0.0,
+) -> Tensor:
+    """Attention to the k written keys with the largest q·k, exactly; the choice has no gradient.
+
+    Where fewer are written, the rest is masked, or read as zeros.
+    """
+    k_BHME, v_BHME = pairs
+    with torch.no_grad():
+        scores_BHtM = q_BHtE @ k_BHME.transpose(2, 3)
+        scores_BHtM = scores_BHtM.masked_fill(~written_B11M, float("-inf"))
+        best_BHtK, index_BHtK = scores_BHtM.topk(top_k, dim=-1)
+        # A row without any written key sees zeros; the gate then drops the result.
+        hidden_BHtK = best_BHtK.isneginf() & written_B11M.any(-1, keepdim=True) & masked
+
+    def pick(x_BHME: Tensor) -> Tensor:
+        index = index_BHtK.flatten(2)[..., None].expand(-1, -1, -1, x_BHME.size(-1))
+        return x_BHME.gather(2, index).unflatten(2, index_BHtK.shape[2:])
+
+    logits_BHtK = (q_BHtE[:, :, :, None] * pick(k_BHME)).sum(-1)
+    p_BHtK = logits_BHtK.masked_fill(hidden_BHtK, float("-inf")).softmax(-1)
+    p_BHtK = F.dropout(p_BHtK, dropout)
+    return (p_BHtK[..., None] * pick(v_BHME)).sum(-2)

@@ -1,0 +1,218 @@
+"""The window recurrence: which part of its window each row reads next, and who sees what in it.
+
+- `turns` plans on the host, in whole numbers: in every turn each row reads what is left of its
+  window, or of its tokens. While all rows read whole windows, turn k is window k of the paper.
+- `sights` says who sees what in self-attention: positions are contiguous over [past; window; write
+  tokens], and attention is causal on them. The rest is in the kind's row (config/kinds.py).
+- `RaggedRows` cuts the tokens of a turn out and puts the hidden vectors of all turns together.
+
+Shapes: B rows, T tokens, t tokens of a turn, k keys, D width, b = 1 or B.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from melodi.config import ModelConfig
+from melodi.config.kinds import KINDS, Kind
+from melodi.layers.frame import Probe, WindowPart
+from melodi.layers.transformer import RelativePositionBias, Sight
+from melodi.memory import MemoryState
+
+MANY = 1 << 31
+"""More windows than any queue holds."""
+
+
+class Turn(NamedTuple):
+    """The part of its window that each row reads, on the host."""
+
+    start_B: Tensor
+    """Where in the tokens given it begins."""
+    length_B: Tensor
+    windows_read_B: Tensor
+    position_B: Tensor
+    """Tokens already in the open window."""
+    window: int
+
+    @property
+    def full_B(self) -> Tensor:
+        """Rows that fill their window."""
+        return self.position_B + self.length_B == self.window
+
+    @property
+    def whole(self) -> bool:
+        """Every row reads exactly one whole window."""
+        return bool((self.length_B == self.window).all())
+
+    def next_counters(self) -> tuple[Tensor, Tensor]:
+        """Windows read, and tokens in the open window, after this turn."""
+        open_B = self.position_B + self.length_B
+        return self.windows_read_B + self.full_B, torch.where(self.full_B, 0, open_B)
+
+    def part(self, device: torch.device, static_shapes: bool, probe: Probe | None) -> WindowPart:
+        """The same for the layers."""
+        return WindowPart(
+            whole=self.whole,
+            opens=bool((self.position_B == 0).any()),
+            closes=bool(self.full_B.any()),
+            fewest_windows=0 if static_shapes else int(self.windows_read_B.min()),
+            most_windows=MANY if static_shapes else int(self.windows_read_B.max()),
+            windows_read_B=self.windows_read_B.to(device),
+            position_B=self.position_B.to(device),
+            length_B=self.length_B.to(device),
+            full_B=self.full_B.to(device),
+            probe=probe,
+        )
+
+
+def turns(state: MemoryState, lengths_B: Tensor) -> Iterator[Turn]:
+    """Each row advances by at most one window at a time, from where it stands."""
+    windows_B, open_B, window = state.windows_B, state.open_B, state.config.window
+    start_B = torch.zeros_like(lengths_B)
+    while bool((start_B < lengths_B).any()):
+        length_B = torch.minimum(lengths_B - start_B, window - open_B)
+        turn = Turn(start_B, length_B, windows_B, open_B, window)
+        yield turn
+        windows_B, open_B = turn.next_counters()
+        start_B = start_B + length_B
+
+
+def alike(config: ModelConfig, turn: Turn) -> tuple[object, ...]:
+    """Equal for turns with the same sights: where the rows stand in their windows, and how far the
+    past of each kind is filled."""
+    counts = turn.windows_read_B.tolist()
+    filled = [
+        KINDS[kind].filled_past(config, n) for kind in dict.fromkeys(config.layers) for n in counts
+    ]
+    return (*turn.position_B.tolist(), *turn.length_B.tolist(), *filled)
+
+
+def sights(
+    config: ModelConfig,
+    position_bias: RelativePositionBias,
+    turn: Turn,
+    device: torch.device,
+    static_shapes: bool,
+) -> tuple[Sight, ...]:
+    """Who sees what in each layer. With static shapes the masks always have all rows."""
+    found: dict[int, Sight] = {}
+    for kind in dict.fromkeys(config.layers):
+        for writes in (True, False):
+            layers = [
+                i
+                for i, other in enumerate(config.layers)
+                if other == kind and (i <= config.last_writing_layer) == writes
+            ]
+            if not layers:
+                continue
+            closes = writes and bool(turn.full_B.any())
+            view = view_of_window(config, KINDS[kind], turn, config.write_tokens if closes else 0)
+            of_past = view_of_past(config, KINDS[kind], turn)
+            past: dict[int, Sight] = {}
+            if of_past is not None:
+                past = of_past.sights(layers, position_bias, device, static_shapes)
+            for i, sight in view.sights(layers, position_bias, device, static_shapes).items():
+                found[i] = sight._replace(past=past.get(i))
+    return tuple(found[i] for i in range(len(config.layers)))
+
+
+class View(NamedTuple):
+    """Which queries see which keys, and from how far; on the host."""
+
+    visible_btk: Tensor
+    distance_btk: Tensor
+
+    def sights(
+        self,
+        layers: list[int],
+        position_bias: RelativePositionBias,
+        device: torch.device,
+        static_shapes: bool,
+    ) -> dict[int, Sight]:
+        """The same for these layers, with the bias of each."""
+        visible_btk = self.visible_btk
+        if not static_shapes and bool((visible_btk == visible_btk[:1]).all()):
+            visible_btk = visible_btk[:1]  # the rows agree: what is made of it broadcasts
+        visible_b1tk = visible_btk[:, None].to(device)
+        bias = position_bias(layers, self.distance_btk.to(device))
+        return {i: Sight(visible_b1tk, bias.get(i)) for i in layers}
+
+
+def view_of_window(config: ModelConfig, kind: Kind, turn: Turn, write_tokens: int) -> View:
+    """Queries are [context; write tokens], keys [past; window; write tokens]."""
+    past, window, tokens = kind.past(config), config.window, int(turn.length_B.max())
+    key_k = torch.arange(past + window + write_tokens, device="cpu")
+    position_b = turn.position_B
+    if bool((position_b == position_b[0]).all()):
+        position_b = position_b[:1]
+    context_bt = past + position_b[:, None] + torch.arange(tokens, device="cpu")
+    write_bt = key_k[past + window :].expand(len(context_bt), -1)
+    distance_btk = torch.cat([context_bt, write_bt], dim=1)[:, :, None] - key_k
+    visible_btk = distance_btk >= (1 if config.answers.causal_mask == "strict" else 0)
+    reach = kind.reach(config)
+    if reach is not None:
+        visible_btk = visible_btk & (distance_btk <= reach)
+    if kind.write_sees != "causal":
+        visible_btk[:, tokens:, past + window :] = kind.write_sees == "all"
+    if config.answers.empty_memory == "masked":
+        empty_B = past - filled_past(config, kind, turn)
+        visible_btk = visible_btk & (key_k >= empty_B[:, None, None])
+    return View(visible_btk, distance_btk)
+
+
+def view_of_past(config: ModelConfig, kind: Kind, turn: Turn) -> View | None:
+    """Of the past's tokens among themselves, where they run through the stack."""
+    if kind.read_sees is None:
+        return None
+    slot_P = torch.arange(kind.past(config), device="cpu")
+    distance_1PP = (slot_P[:, None] - slot_P)[None]
+    visible_1PP = distance_1PP >= 0 if kind.read_sees == "causal" else distance_1PP == distance_1PP
+    empty_B = kind.past(config) - filled_past(config, kind, turn)
+    # An empty slot sees itself: attention to nothing has no value.
+    visible_BPP = (visible_1PP & (slot_P >= empty_B[:, None, None])) | (distance_1PP == 0)
+    return View(visible_BPP, distance_1PP)
+
+
+def filled_past(config: ModelConfig, kind: Kind, turn: Turn) -> Tensor:
+    return torch.tensor([kind.filled_past(config, n) for n in turn.windows_read_B.tolist()])
+
+
+class RaggedRows:
+    """Tokens in, hidden vectors out, one turn at a time, each row at its own place."""
+
+    def __init__(self, tokens_BT: Tensor, nothing_B0D: Tensor) -> None:
+        self.tokens_BT = tokens_BT
+        self.hidden = [nothing_B0D]
+        self.place_BT = torch.full(tokens_BT.shape, -1, device="cpu")
+        self.in_order = True
+
+    def tokens(self, turn: Turn) -> Tensor:
+        """The tokens of a turn, (B, t); rows that read fewer are padded with anything."""
+        index_Bt = turn.start_B[:, None] + torch.arange(int(turn.length_B.max()), device="cpu")
+        if bool((turn.start_B == turn.start_B[0]).all()):
+            return self.tokens_BT[:, int(index_Bt[0, 0]) : int(index_Bt[0, -1]) + 1]
+        index_Bt = index_Bt.clamp(max=self.tokens_BT.size(1) - 1)
+        return self.tokens_BT.gather(1, index_Bt.to(self.tokens_BT.device))
+
+    def add(self, x_BtD: Tensor, turn: Turn) -> None:
+        before = sum(hidden.size(1) for hidden in self.hidden)
+        for row, (start, length) in enumerate(
+            zip(turn.start_B.tolist(), turn.length_B.tolist(), strict=True)
+        ):
+            self.place_BT[row, start : start + length] = torch.arange(before, before + length)
+        self.in_order &= bool((turn.length_B == x_BtD.size(1)).all())
+        self.hidden.append(x_BtD)
+
+    def joined(self) -> Tensor:
+        """All hidden vectors in the order of the tokens; zeros where a row had padding."""
+        x_BTD = torch.cat(self.hidden, dim=1)
+        if self.in_order and x_BTD.size(1) == self.tokens_BT.size(1):
+            return x_BTD
+        # Padding is taken from one more vector, which is zero.
+        x_BTD = F.pad(x_BTD, (0, 0, 0, 1))
+        place_BT = torch.where(self.place_BT < 0, x_BTD.size(1) - 1, self.place_BT)
+        index_BTD = place_BT.to(x_BTD.device)[:, :, None].expand(-1, -1, x_BTD.size(2))
+        return x_BTD.gather(1, index_BTD)
