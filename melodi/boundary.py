@@ -4,7 +4,6 @@ Shapes: B rows, T tokens.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -116,24 +115,7 @@ def check_owner(state: MemoryState, ours: Fingerprint, empty: MemoryState) -> No
             f"the state was made with other weights ({theirs.weights}, this model has "
             f"{ours.weights}): use it with the model that made it, or read the document again"
         )
-    check_counters(state)
     for i, (memory, expected) in enumerate(zip(state.layers, empty.layers, strict=True)):
-        if row_shapes(memory, state) != row_shapes(expected, empty):
-            shapes = [tuple(tensor.shape[1:]) for tensor in memory]
+        shapes = [tuple(tensor.shape[1:]) for tensor in memory]
+        if shapes != [tuple(tensor.shape[1:]) for tensor in expected]:
             raise ValueError(f"the state is damaged: layer {i} has shapes {shapes}")
-
-
-def check_counters(state: MemoryState) -> None:
-    for name, counts_B, limit in (
-        ("windows", state.windows_B, None),
-        ("open", state.open_B, state.config.window - 1),
-    ):
-        whole = counts_B.dtype == torch.int64 and counts_B.dim() == 1
-        if not whole or int(counts_B.min()) < 0 or (limit and int(counts_B.max()) > limit):
-            raise ValueError(f"the state is damaged: {name}={counts_B.tolist()}")
-
-
-def row_shapes(memory: Any, state: MemoryState) -> list[tuple[bool, torch.dtype, tuple[int, ...]]]:
-    """What must agree: one row's shapes, the types, and the number of rows."""
-    rows = state.batch_size
-    return [(len(tensor) == rows, tensor.dtype, tuple(tensor.shape[1:])) for tensor in memory]

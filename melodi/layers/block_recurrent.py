@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from melodi.config import ModelConfig
-from melodi.layers.frame import Seen, WindowPart, Zeros
+from melodi.layers.frame import Seen, WindowPart, Written
 from melodi.layers.transformer import (
     AttentionScale,
     Linear,
@@ -36,6 +36,7 @@ class RecurrentMemory(NamedTuple):
 class RecurrentLayer(CachedLayer[RecurrentMemory]):
     """Tokens read the state as it was when the window began; the full window rewrites it."""
 
+    carries = RecurrentMemory
     sources = 2
 
     def __init__(self, config: ModelConfig, index: int) -> None:
@@ -45,13 +46,8 @@ class RecurrentLayer(CachedLayer[RecurrentMemory]):
         self.read_scale = AttentionScale(config)
         self.state = RecurrentState(config)
 
-    @classmethod
-    def memory_class(cls, config: ModelConfig) -> type[RecurrentMemory]:
-        return RecurrentMemory
-
-    def empty_memory(self, batch_size: int, zeros: Zeros) -> RecurrentMemory:
-        cache = self.empty_cache(batch_size, zeros)
-        return RecurrentMemory(*cache, zeros(batch_size, *self.size))
+    def sizes(self) -> tuple[tuple[int, ...], ...]:
+        return (*self.pairs_size(self.window), self.size)
 
     def read(
         self, a_BHtE: Tensor, seen: Seen, memory: RecurrentMemory, part: WindowPart
@@ -61,13 +57,8 @@ class RecurrentLayer(CachedLayer[RecurrentMemory]):
         return a_BHtE, attend(self.read_scale.query(q_BHtE), *pairs, dropout=self.block.drop_rate)
 
     def write(
-        self,
-        kept_BWD: Tensor,
-        u_hat_BSD: Tensor,
-        seen: Seen,
-        memory: RecurrentMemory,
-        part: WindowPart,
-    ) -> tuple[None, RecurrentMemory, None]:
+        self, seen: Seen, memory: RecurrentMemory, part: WindowPart
+    ) -> Written[RecurrentMemory]:
         pairs = seen.past.join(seen.window)
         visible = None
         if self.masked and part.fewest_windows == 0:
@@ -76,7 +67,7 @@ class RecurrentLayer(CachedLayer[RecurrentMemory]):
             visible = visible_Bk[:, None, None, :]
         new_BRD = self.state(self._states(memory, part), pairs, visible)
         cache = self.new_cache(seen, memory, part)
-        return None, RecurrentMemory(*cache, part.commit(new_BRD, memory.c_BRD)), None
+        return Written(RecurrentMemory(*cache, part.commit(new_BRD, memory.c_BRD)))
 
     def _states(self, memory: RecurrentMemory, part: WindowPart) -> Tensor:
         """The learned initial state stands in for rows that have read no window yet.

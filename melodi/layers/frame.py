@@ -6,8 +6,6 @@
 - A `WindowPart` is at most one window per row. Whole aligned windows are the fast path; in all
   other parts the layer adds to its `OpenWindow`, and rows whose window is not full remember
   nothing.
-- A FIFO is a tensor of fixed length: `WindowPart.append` adds a window's entries at the end, and
-  the oldest fall out. `filled_slots` tells which part of it holds something.
 
 Shapes: B rows, t tokens of the part (context, then write tokens), W window, S write tokens, M
 slots, P past slots, k keys, H heads, E head width, D width, b = 1 or B.
@@ -89,10 +87,6 @@ class WindowPart:
         new = new.to(old.dtype)
         return new if self.whole else where_rows(self.full_B, new, old)
 
-    def append(self, queue: Tensor, new: Tensor, dim: int) -> Tensor:
-        """The FIFO with the entries of a window that is full; as it was in the other rows."""
-        return self.commit(push(queue, new, dim), queue)
-
     def put(self, new: Tensor, window: Tensor, dim: int) -> Tensor:
         """The open window with the part's context tokens in their slots, which lie along `dim`."""
         slot_W = torch.arange(window.size(dim), device=new.device)
@@ -105,7 +99,7 @@ class WindowPart:
 
 
 class Seen(NamedTuple):
-    """What a layer's self-attention was made of, for the kind to read with and to write from."""
+    """What a layer has made of the tokens, for its kind to read with and to write from."""
 
     h_BtD: Tensor
     """The part's tokens after the norm, write tokens last."""
@@ -113,6 +107,21 @@ class Seen(NamedTuple):
     past: Pairs
     window: Pairs
     """The context tokens of the window so far, without the write tokens."""
+    kept_BWD: Tensor
+    """What `keep` gave for the tokens of the window; only for writing."""
+    u_hat_BSD: Tensor
+    """The paper's û, the write tokens after the block; only for writing."""
+
+
+class Written(NamedTuple, Generic[Memory]):
+    """What a full window leaves."""
+
+    memory: Memory
+    """For the next window."""
+    u_BSD: Tensor | None = None
+    """Write tokens for the next layer."""
+    extra_loss: Tensor | None = None
+    """A loss of the kind's own, beside that of the language model."""
 
 
 class Stream(NamedTuple):
@@ -134,12 +143,13 @@ class Output(NamedTuple):
     memory: Any
     window: OpenWindow | None
     extra_loss: Tensor | None = None
-    """A loss of the kind's own, beside that of the language model."""
 
 
 class Layer(nn.Module, Generic[Memory]):
     """One layer of any kind."""
 
+    carries: type[Memory]
+    """The NamedTuple of what it remembers."""
     sources = 1
     """Attention results that the block projects back."""
     past_is = "past"
@@ -153,7 +163,7 @@ class Layer(nn.Module, Generic[Memory]):
 
     def __init__(self, config: ModelConfig, index: int) -> None:
         super().__init__()
-        self.index = index
+        self.config, self.index = config, index
         self.past_slots = KINDS[config.layers[index]].past(config)
         self.window, self.width = config.window, config.width
         self.heads = (config.num_heads, config.head_size)
@@ -180,7 +190,7 @@ class Layer(nn.Module, Generic[Memory]):
         if window is not None:
             keys, values = (part.put(a, b, dim=2) for a, b in zip(own, window[2:4], strict=True))
             own = Pairs(keys, values)
-        seen = Seen(h_BtD, q_BHtE, past, own)
+        seen = Seen(h_BtD, q_BHtE, past, own, h_BtD[:, :0], h_BtD[:, :0])
         a_BHtE = self.block.attend(q_BHtE, past.join(own, written), sight)
         if part.probe is not None:
             part.probe.note(self, "self", q_BHtE, past.join(own, written), self.block.mask(sight))
@@ -194,30 +204,33 @@ class Layer(nn.Module, Generic[Memory]):
             window = OpenWindow(*kept_past, *own, kept_BWD)
         if not part.closes:
             return Output(Stream(x_BtD, None, r_BPD), memory, window)
-        u_BSD, memory, extra_loss = self.write(kept_BWD, u_hat_BSD, seen, memory, part)  # Eq. 2
+        seen = seen._replace(kept_BWD=kept_BWD, u_hat_BSD=u_hat_BSD)
+        memory, u_BSD, extra_loss = self.write(seen, memory, part)  # Eq. 2
         return Output(Stream(x_BtD, u_BSD, r_BPD), memory, window, extra_loss)
 
     @classmethod
     def memory_class(cls, config: ModelConfig) -> type[Memory]:
-        """The NamedTuple that the kind carries."""
+        return cls.carries
+
+    def sizes(self) -> tuple[tuple[int, ...], ...]:
+        """Of each tensor that the kind carries, for one row."""
         raise NotImplementedError
 
     def empty_memory(self, batch_size: int, zeros: Zeros) -> Memory:
         """What rows carry that have read nothing."""
-        raise NotImplementedError
+        memory: Any = self.memory_class(self.config)
+        return memory(*[zeros(batch_size, *size) for size in self.sizes()])
 
     def empty_window(self, batch_size: int, zeros: Zeros) -> OpenWindow:
         """An open window without tokens."""
-        past = self.empty_pairs(batch_size, self.past_slots if self.projects_past else 0, zeros)
-        own = self.empty_pairs(batch_size, self.window, zeros)
-        return OpenWindow(
-            *past, *own, zeros(batch_size, self.window, self.width if self.keeps else 0)
-        )
+        past = self.pairs_size(self.past_slots if self.projects_past else 0)
+        own = self.pairs_size(self.window)
+        kept = (self.window, self.width if self.keeps else 0)
+        return OpenWindow(*[zeros(batch_size, *size) for size in (*past, *own, kept)])
 
-    def empty_pairs(self, batch_size: int, slots: int, zeros: Zeros) -> Pairs:
+    def pairs_size(self, slots: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         heads, head_width = self.heads
-        size = (batch_size, heads, slots, head_width)
-        return Pairs(zeros(*size), zeros(*size))
+        return (heads, slots, head_width), (heads, slots, head_width)
 
     def begin(
         self, x_BtD: Tensor, table_SD: Tensor | None, memory: Memory, part: WindowPart
@@ -230,7 +243,7 @@ class Layer(nn.Module, Generic[Memory]):
 
     def past(self, memory: Memory, part: WindowPart) -> Pairs:
         """Keys and values of the slots that precede the window in self-attention."""
-        return self.empty_pairs(len(part.length_B), 0, memory[0].new_zeros)
+        return Pairs(*[memory[0].new_zeros(len(memory[0]), *size) for size in self.pairs_size(0)])
 
     def precede(
         self, r_BPD: Tensor | None, memory: Memory, part: WindowPart, sight: Sight
@@ -252,16 +265,8 @@ class Layer(nn.Module, Generic[Memory]):
         """What `write` needs of every token: of its output x, or of h, its input after the norm."""
         return x_BtD[:, :, :0]
 
-    def write(
-        self,
-        kept_BWD: Tensor,
-        u_hat_BSD: Tensor,
-        seen: Seen,
-        memory: Memory,
-        part: WindowPart,
-    ) -> tuple[Tensor | None, Memory, Tensor | None]:
-        """What a full window leaves: write tokens for the next layer, memory for the next window,
-        and a loss of the kind's own, if any. Without write tokens û is empty."""
+    def write(self, seen: Seen, memory: Memory, part: WindowPart) -> Written[Memory]:
+        """What a full window leaves, in rows that fill theirs. Without write tokens û is empty."""
         raise NotImplementedError
 
     def end(self, u_BSD: Tensor, final_norm: nn.Module, memory: Memory, part: WindowPart) -> Memory:
@@ -286,51 +291,6 @@ class Layer(nn.Module, Generic[Memory]):
         new, r_BPD = self.precede(r_BPD, memory, part, sight)
         keys, values = (where_rows(opens_B, a, b) for a, b in zip(new, kept, strict=True))
         return Pairs(keys, values), r_BPD
-
-
-class FilledSlots(NamedTuple):
-    """The part of a FIFO worth reading."""
-
-    slots: int
-    """How many slots, from the newest, hold something in at least one row."""
-    visible_B11M: Tensor | None
-    """Which of them hold something; None where all do. An empty row sees all of its zeros."""
-    empty_B: Tensor | None
-    """Rows that remember nothing; None where there are none."""
-
-    def mask(self) -> Tensor | None:
-        """What is added to q·k: -inf where nothing is held."""
-        visible = self.visible_B11M
-        if visible is None:
-            return None
-        return torch.zeros(visible.shape, device=visible.device).masked_fill(~visible, -torch.inf)
-
-
-def filled_slots(part: WindowPart, slots: int, per_window: int, masked: bool) -> FilledSlots:
-    """Which slots of a FIFO to read when every window has pushed `per_window` entries."""
-    if not masked:
-        return FilledSlots(slots, None, None)
-    count = min(part.most_windows * per_window, slots)
-    if part.fewest_windows * per_window >= count:
-        return FilledSlots(count, None, None)
-    empty_B = part.windows_read_B == 0
-    visible_B11M = written_slots(part, count, per_window) | empty_B[:, None, None, None]
-    return FilledSlots(count, visible_B11M, empty_B)
-
-
-def written_slots(part: WindowPart, slots: int, per_window: int) -> Tensor:
-    """Which of the newest slots of a FIFO have been written, (B, 1, 1, M)."""
-    first_B = slots - part.windows_read_B * per_window
-    slot_M = torch.arange(slots, device=first_B.device)
-    return (slot_M >= first_B[:, None])[:, None, None, :]
-
-
-def push(queue: Tensor, new: Tensor, dim: int) -> Tensor:
-    """Appends at the end of a FIFO of fixed length; the oldest entries fall out."""
-    slots, count = queue.size(dim), new.size(dim)
-    if count >= slots:
-        return new.narrow(dim, count - slots, slots).to(queue.dtype)
-    return torch.cat([queue.narrow(dim, count, slots - count), new.to(queue.dtype)], dim)
 
 
 def where_rows(rows_B: Tensor, yes: Tensor, no: Tensor) -> Tensor:

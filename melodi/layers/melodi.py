@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from melodi.config import ModelConfig
-from melodi.layers.frame import Layer, Seen, WindowPart, Zeros, filled_slots
+from melodi.layers.fifo import append, filled_slots
+from melodi.layers.frame import Layer, Seen, WindowPart, Written
 from melodi.layers.gate import Gate
 from melodi.layers.transformer import Pairs, RMSNorm, attend, randomise
 
@@ -61,6 +62,7 @@ class ShortTermLayer(Layer[MelodiMemory]):
     stack without summary tokens it is an ordinary transformer layer.
     """
 
+    carries: type[MelodiMemory] = ShortTermMemory
     past_is = "short-term"
     projects_past = True
     keeps = True
@@ -77,12 +79,8 @@ class ShortTermLayer(Layer[MelodiMemory]):
         if branching and self.past_slots:
             self.right = TokenMixer(config, config.short_term_tokens, residual, residual)
 
-    @classmethod
-    def memory_class(cls, config: ModelConfig) -> type[MelodiMemory]:
-        return ShortTermMemory
-
-    def empty_memory(self, batch_size: int, zeros: Zeros) -> MelodiMemory:
-        return ShortTermMemory(zeros(batch_size, self.past_slots, self.width))
+    def sizes(self) -> tuple[tuple[int, ...], ...]:
+        return ((self.past_slots, self.width),)
 
     def past(self, memory: MelodiMemory, part: WindowPart) -> Pairs:
         return self.project(memory.z_BSD)
@@ -90,11 +88,9 @@ class ShortTermLayer(Layer[MelodiMemory]):
     def keep(self, x_BtD: Tensor, h_BtD: Tensor) -> Tensor:
         return x_BtD
 
-    def write(
-        self, x_BWD: Tensor, u_hat_BSD: Tensor, seen: Seen, memory: MelodiMemory, part: WindowPart
-    ) -> tuple[Tensor, MelodiMemory, None]:
-        new = self.branch(x_BWD, u_hat_BSD)
-        return new.u_BSD, self.remember(new, memory, part), None
+    def write(self, seen: Seen, memory: MelodiMemory, part: WindowPart) -> Written[MelodiMemory]:
+        new = self.branch(seen.kept_BWD, seen.u_hat_BSD)
+        return Written(self.remember(new, memory, part), new.u_BSD)
 
     def branch(self, x_BWD: Tensor, u_hat_BSD: Tensor) -> Branches:
         """Eq. 2: u = M_up(x, û), z = M_right(x, û), m = M_long(x, û).
@@ -134,11 +130,10 @@ class LongTermLayer(ShortTermLayer):
         pairs = config.answers.long_term_store == "pairs"
         return LongTermMemory if pairs else LongTermTokenMemory
 
-    def empty_memory(self, batch_size: int, zeros: Zeros) -> MelodiMemory:
-        z_BSD = zeros(batch_size, self.past_slots, self.width)
-        if not self.stores_pairs:
-            return LongTermTokenMemory(z_BSD, zeros(batch_size, self.slots, self.width))
-        return LongTermMemory(z_BSD, *self.empty_pairs(batch_size, self.slots, zeros))
+    def sizes(self) -> tuple[tuple[int, ...], ...]:
+        if self.stores_pairs:
+            return (*super().sizes(), *self.pairs_size(self.slots))
+        return (*super().sizes(), (self.slots, self.width))
 
     def read(
         self, a_BHtE: Tensor, seen: Seen, memory: MelodiMemory, part: WindowPart
@@ -163,12 +158,12 @@ class LongTermLayer(ShortTermLayer):
         memory = super().remember(new, memory, part)
         m_BLD = memory.z_BSD if self.copies else new.m_BLD
         if isinstance(memory, LongTermTokenMemory):
-            return memory._replace(tokens_BMD=part.append(memory.tokens_BMD, m_BLD, dim=1))
+            return memory._replace(tokens_BMD=append(memory.tokens_BMD, m_BLD, 1, part))
         assert isinstance(memory, LongTermMemory)
         keys, values = self.project(m_BLD)
         return memory._replace(
-            keys_BHME=part.append(memory.keys_BHME, keys, dim=2),
-            values_BHME=part.append(memory.values_BHME, values, dim=2),
+            keys_BHME=append(memory.keys_BHME, keys, 2, part),
+            values_BHME=append(memory.values_BHME, values, 2, part),
         )
 
 

@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from melodi.config import ModelConfig
-from melodi.layers.frame import Seen, WindowPart, Zeros, filled_slots, written_slots
+from melodi.layers.fifo import append, filled_slots, written_slots
+from melodi.layers.frame import Seen, WindowPart, Written
 from melodi.layers.gate import Gate
 from melodi.layers.transformer import Pairs, attend
 from melodi.layers.transformer_xl import CachedLayer
@@ -31,6 +32,8 @@ class MemorizingMemory(NamedTuple):
 class MemorizingLayer(CachedLayer[MemorizingMemory]):
     """Also attends to the pairs of all earlier windows, densely or to the k best."""
 
+    carries = MemorizingMemory
+
     def __init__(self, config: ModelConfig, index: int) -> None:
         super().__init__(config, index)
         self.slots = config.memory_slots
@@ -38,13 +41,8 @@ class MemorizingLayer(CachedLayer[MemorizingMemory]):
         self.top_k = config.top_k
         self.gate = Gate(config, per_channel=False)
 
-    @classmethod
-    def memory_class(cls, config: ModelConfig) -> type[MemorizingMemory]:
-        return MemorizingMemory
-
-    def empty_memory(self, batch_size: int, zeros: Zeros) -> MemorizingMemory:
-        cache = self.empty_cache(batch_size, zeros)
-        return MemorizingMemory(*cache, *self.empty_pairs(batch_size, self.slots, zeros))
+    def sizes(self) -> tuple[tuple[int, ...], ...]:
+        return (*self.pairs_size(self.window), *self.pairs_size(self.slots))
 
     def read(
         self, a_BHtE: Tensor, seen: Seen, memory: MemorizingMemory, part: WindowPart
@@ -66,19 +64,14 @@ class MemorizingLayer(CachedLayer[MemorizingMemory]):
         return (self.gate(a_BHtE, long_BHtE, filled.empty_B),)
 
     def write(
-        self,
-        kept_BWD: Tensor,
-        u_hat_BSD: Tensor,
-        seen: Seen,
-        memory: MemorizingMemory,
-        part: WindowPart,
-    ) -> tuple[None, MemorizingMemory, None]:
+        self, seen: Seen, memory: MemorizingMemory, part: WindowPart
+    ) -> Written[MemorizingMemory]:
         keys, values = seen.window.detach()
         queue = Pairs(
-            part.append(memory.keys_BHME, keys, dim=2),
-            part.append(memory.values_BHME, values, dim=2),
+            append(memory.keys_BHME, keys, 2, part),
+            append(memory.values_BHME, values, 2, part),
         )
-        return None, MemorizingMemory(*self.new_cache(seen, memory, part), *queue), None
+        return Written(MemorizingMemory(*self.new_cache(seen, memory, part), *queue))
 
 
 def attend_best(

@@ -7,8 +7,7 @@ from typing import Generic, NamedTuple
 
 from torch import Tensor
 
-from melodi.config import ModelConfig
-from melodi.layers.frame import Layer, Memory, Seen, WindowPart, Zeros
+from melodi.layers.frame import Layer, Memory, Seen, WindowPart, Written
 from melodi.layers.transformer import Pairs
 
 
@@ -30,9 +29,6 @@ class CachedLayer(Layer[Memory], Generic[Memory]):
     def past(self, memory: Memory, part: WindowPart) -> Pairs:
         return Pairs(memory[0], memory[1])
 
-    def empty_cache(self, batch_size: int, zeros: Zeros) -> Pairs:
-        return self.empty_pairs(batch_size, self.window, zeros)
-
     def new_cache(self, seen: Seen, memory: Memory, part: WindowPart) -> Pairs:
         """The pairs of the window that is full."""
         keys, values = (
@@ -42,14 +38,10 @@ class CachedLayer(Layer[Memory], Generic[Memory]):
 
 
 class XLLayer(CachedLayer[XLMemory]):
-    @classmethod
-    def memory_class(cls, config: ModelConfig) -> type[XLMemory]:
-        return XLMemory
+    carries = XLMemory
 
-    def empty_memory(self, batch_size: int, zeros: Zeros) -> XLMemory:
-        return XLMemory(*self.empty_cache(batch_size, zeros))
+    def sizes(self) -> tuple[tuple[int, ...], ...]:
+        return self.pairs_size(self.window)
 
-    def write(
-        self, kept_BWD: Tensor, u_hat_BSD: Tensor, seen: Seen, memory: XLMemory, part: WindowPart
-    ) -> tuple[None, XLMemory, None]:
-        return None, XLMemory(*self.new_cache(seen, memory, part)), None
+    def write(self, seen: Seen, memory: XLMemory, part: WindowPart) -> Written[XLMemory]:
+        return Written(XLMemory(*self.new_cache(seen, memory, part)))
