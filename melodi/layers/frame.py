@@ -206,6 +206,7 @@ class Layer(nn.Module, Generic[Memory]):
             return Output(Stream(x_BtD, None, r_BPD), memory, window)
         seen = seen._replace(kept_BWD=kept_BWD, u_hat_BSD=u_hat_BSD)
         memory, u_BSD, extra_loss = self.write(seen, memory, part)  # Eq. 2
+        u_BSD = None if stream.u_BSD is None else u_BSD
         return Output(Stream(x_BtD, u_BSD, r_BPD), memory, window, extra_loss)
 
     @classmethod
