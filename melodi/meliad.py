@@ -18,8 +18,9 @@ from torch import Tensor
 
 from melodi.config import ModelConfig
 from melodi.layers.block_recurrent import RecurrentMemory
-from melodi.layers.melodi import LongTermMemory, LongTermTokenMemory, ShortTermMemory
+from melodi.layers.melodi import LongTermTokenMemory, ShortTermMemory
 from melodi.layers.memorizing import MemorizingMemory
+from melodi.layers.transformer_xl import XLMemory
 from melodi.memory import MemoryState
 from melodi.model import LanguageModel
 
@@ -105,7 +106,7 @@ def state_to_official(state: MemoryState) -> Arrays:
             if isinstance(memory, LongTermTokenMemory):
                 arrays[f"{prefix}/long_memory/previous_mems_test"] = _array(memory.tokens_BMD)
             continue
-        assert not isinstance(memory, LongTermMemory)
+        assert isinstance(memory, XLMemory | RecurrentMemory | MemorizingMemory)
         prefix = _block(family, i)
         cache = f"{prefix}/kvi_cache" if family == "transformer-xl" else prefix
         arrays[f"{cache}/previous_keys_test"] = _array(memory.cache_keys_BHWE.transpose(1, 2))

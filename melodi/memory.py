@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -27,11 +27,9 @@ from torch import Tensor
 from melodi.config import ModelConfig
 from melodi.files import read_tensors, write_tensors
 from melodi.layers import layer_class
-from melodi.layers.frame import OpenWindow
+from melodi.layers.frame import LayerMemory, Memory, OpenWindow, named
 
 FORMAT, VERSION = "melodi-memory", 2
-LayerMemory = Any
-"""The NamedTuple of a layer's kind."""
 
 
 class Fingerprint(NamedTuple):
@@ -159,7 +157,7 @@ class MemoryState:
                     f"{_print(first).weights} and {_print(state).weights}"
                 )
         layers = [
-            type(memories[0])(*map(torch.cat, zip(*memories, strict=True)))
+            named(type(memories[0]), map(torch.cat, zip(*memories, strict=True)))
             for memories in zip(*[state.layers for state in states], strict=True)
         ]
         return replace(
@@ -174,7 +172,7 @@ class MemoryState:
         tensors = {"windows": self.windows_B, "open": self.open_B}
         for group, memories in (("layers", self.layers), ("open_window", self.open_window or ())):
             for i, memory in enumerate(memories):
-                for name, tensor in memory._asdict().items():
+                for name, tensor in zip(_fields(type(memory)), memory, strict=True):
                     tensors[f"{group}.{i}.{name}"] = tensor.detach().cpu().contiguous()
         config_digest, weights_digest = self.owner.fingerprint()
         header = {
@@ -220,8 +218,8 @@ class MemoryState:
         return tensor
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> "MemoryState":
-        def map_layer(memory: Any) -> Any:
-            return type(memory)(*[change(tensor) for tensor in memory])
+        def map_layer(memory: Memory) -> Memory:
+            return named(type(memory), map(change, memory))
 
         return replace(
             self,
@@ -273,5 +271,11 @@ def _digest(header: Mapping[str, str], tensors: Mapping[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
-def _gather(memory: Any, prefix: str, tensors: dict[str, Tensor]) -> Any:
-    return memory(*[tensors[f"{prefix}.{field}"] for field in memory._fields])
+def _gather(memory: type[Memory], prefix: str, tensors: dict[str, Tensor]) -> Memory:
+    return named(memory, [tensors[f"{prefix}.{field}"] for field in _fields(memory)])
+
+
+def _fields(memory: type[LayerMemory]) -> tuple[str, ...]:
+    """The names of a NamedTuple's fields: keys of memory files."""
+    names: tuple[str, ...] = getattr(memory, "_fields")  # noqa: B009
+    return names

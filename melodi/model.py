@@ -23,7 +23,7 @@ from melodi import boundary
 from melodi.config import ModelConfig
 from melodi.config.kinds import KINDS
 from melodi.layers import make_layer
-from melodi.layers.frame import Layer, OpenWindow, Probe, WindowPart
+from melodi.layers.frame import Layer, LayerMemory, OpenWindow, Probe, WindowPart
 from melodi.layers.transformer import RelativePositionBias, RMSNorm, Sight, randomise
 from melodi.memory import Fingerprint, Maker, MemoryState
 from melodi.reading import RaggedRows, alike, sights, turns
@@ -47,7 +47,7 @@ class Window(NamedTuple):
     """What the stack makes of one turn."""
 
     x_BtD: Tensor
-    memory: tuple[Any, ...]
+    memory: tuple[LayerMemory, ...]
     opened: tuple[OpenWindow, ...] | None
     extra_loss: Tensor | None
 
@@ -149,9 +149,9 @@ class LanguageModel(nn.Module):
         return sum(parameter.numel() for parameter in self.parameters())
 
     @property
-    def stack(self) -> list[Layer[Any]]:
+    def stack(self) -> list[Layer[LayerMemory]]:
         """The layers, bottom first."""
-        return cast(list[Layer[Any]], list(self.layers))
+        return cast(list[Layer[LayerMemory]], list(self.layers))
 
     @property
     def table_SD(self) -> Tensor | None:
@@ -201,7 +201,7 @@ class LanguageModel(nn.Module):
     def _run(
         self,
         tokens_Bt: Tensor,
-        memory: tuple[Any, ...],
+        memory: tuple[LayerMemory, ...],
         opened: tuple[OpenWindow, ...] | None,
         part: WindowPart,
         sights: tuple[Sight, ...],
@@ -218,7 +218,7 @@ class LanguageModel(nn.Module):
     def _window(
         self,
         tokens_Bt: Tensor,
-        memory: tuple[Any, ...],
+        memory: tuple[LayerMemory, ...],
         opened: tuple[OpenWindow, ...] | None,
         part: WindowPart,
         sights: tuple[Sight, ...],

@@ -4,13 +4,11 @@ A `Probe` goes through the model with the tokens, so that nothing has to be patc
 under DDP and FSDP2, and with compiled layers, which run uncompiled while they are watched.
 """
 
-from typing import Any
-
 import numpy as np
 import torch
 
 from melodi.evaluation.documents import Nats
-from melodi.layers.frame import Layer, Probe
+from melodi.layers.frame import Layer, LayerMemory, Probe
 from melodi.layers.gate import Gate
 from melodi.model import LanguageModel
 from melodi.sharded import full
@@ -56,7 +54,7 @@ def memory_shares(
     return found
 
 
-def past_share(probe: Probe, layer: Layer[Any]) -> float | None:
+def past_share(probe: Probe, layer: Layer[LayerMemory]) -> float | None:
     """Of self-attention, without the first window, which has no past."""
     weights = probe.shares.get((layer.index, "self"), [])[1:]
     if not layer.past_slots or not weights:
@@ -64,7 +62,7 @@ def past_share(probe: Probe, layer: Layer[Any]) -> float | None:
     return float(np.mean([w[: layer.past_slots].sum().item() for w in weights]))
 
 
-def shares_by_age(probe: Probe, layer: Layer[Any]) -> dict[str, float]:
+def shares_by_age(probe: Probe, layer: Layer[LayerMemory]) -> dict[str, float]:
     """Of the last window's attention to long-term memory; age 1 is the window before it."""
     weights = probe.shares.get((layer.index, "long-term"), [])
     if not weights:

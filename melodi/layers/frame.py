@@ -11,9 +11,9 @@ Shapes: B rows, t tokens of the part (context, then write tokens), W window, S w
 slots, P past slots, k keys, H heads, E head width, D width, b = 1 or B.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -23,8 +23,10 @@ from melodi.config.kinds import KINDS
 from melodi.layers.transformer import Block, Pairs, Sight
 
 Zeros = Callable[..., Tensor]
-Memory = TypeVar("Memory", bound=tuple[Tensor, ...])
+LayerMemory = tuple[Tensor, ...]
 """What one layer carries from window to window: a NamedTuple of tensors, rows first."""
+Memory = TypeVar("Memory", bound=LayerMemory)
+"""The NamedTuple of one kind."""
 
 
 class OpenWindow(NamedTuple):
@@ -50,13 +52,18 @@ class Probe:
         self.shares: dict[tuple[int, str], list[Tensor]] = {}
 
     def note(
-        self, layer: "Layer[Any]", source: str, q_BHtE: Tensor, pairs: Pairs, mask: Tensor | None
+        self,
+        layer: int,
+        source: str,
+        q_BHtE: Tensor,
+        pairs: Pairs,
+        mask: Tensor | None,
     ) -> None:
         logits_BHtk = q_BHtE @ pairs.keys_BHkE.transpose(2, 3)
         if mask is not None:
             logits_BHtk = logits_BHtk + mask
         weights_k = logits_BHtk.softmax(-1).nan_to_num(0).mean((0, 1, 2))
-        self.shares.setdefault((layer.index, source), []).append(weights_k.detach())
+        self.shares.setdefault((layer, source), []).append(weights_k.detach())
 
 
 @dataclass(frozen=True)
@@ -140,7 +147,7 @@ class Output(NamedTuple):
     """What a layer gives on: upward the tokens, rightward what it remembers."""
 
     stream: Stream
-    memory: Any
+    memory: LayerMemory
     window: OpenWindow | None
     extra_loss: Tensor | None = None
 
@@ -193,7 +200,8 @@ class Layer(nn.Module, Generic[Memory]):
         seen = Seen(h_BtD, q_BHtE, past, own, h_BtD[:, :0], h_BtD[:, :0])
         a_BHtE = self.block.attend(q_BHtE, past.join(own, written), sight)
         if part.probe is not None:
-            part.probe.note(self, "self", q_BHtE, past.join(own, written), self.block.mask(sight))
+            pairs, mask = past.join(own, written), self.block.mask(sight)
+            part.probe.note(self.index, "self", q_BHtE, pairs, mask)
 
         y_BtD = self.block.finish(xu_BtD, *self.read(a_BHtE, seen, memory, part))  # Eq. 1
         x_BtD, u_hat_BSD = y_BtD[:, :tokens], y_BtD[:, tokens:]
@@ -219,8 +227,8 @@ class Layer(nn.Module, Generic[Memory]):
 
     def empty_memory(self, batch_size: int, zeros: Zeros) -> Memory:
         """What rows carry that have read nothing."""
-        memory: Any = self.memory_class(self.config)
-        return memory(*[zeros(batch_size, *size) for size in self.sizes()])
+        tensors = [zeros(batch_size, *size) for size in self.sizes()]
+        return named(self.memory_class(self.config), tensors)
 
     def empty_window(self, batch_size: int, zeros: Zeros) -> OpenWindow:
         """An open window without tokens."""
@@ -292,6 +300,12 @@ class Layer(nn.Module, Generic[Memory]):
         new, r_BPD = self.precede(r_BPD, memory, part, sight)
         keys, values = (where_rows(opens_B, a, b) for a, b in zip(new, kept, strict=True))
         return Pairs(keys, values), r_BPD
+
+
+def named(memory: type[Memory], tensors: Iterable[Tensor]) -> Memory:
+    """The NamedTuple with these tensors as its fields."""
+    fields: Callable[..., Memory] = memory
+    return fields(*tensors)
 
 
 def where_rows(rows_B: Tensor, yes: Tensor, no: Tensor) -> Tensor:

@@ -148,7 +148,7 @@ class LongTermLayer(ShortTermLayer):
             assert isinstance(memory, LongTermMemory)
             pairs = Pairs(memory.keys_BHME, memory.values_BHME).slots(-filled.slots)
         if part.probe is not None:
-            part.probe.note(self, "long-term", seen.q_BHtE, pairs, filled.mask())
+            part.probe.note(self.index, "long-term", seen.q_BHtE, pairs, filled.mask())
         long_BHtE = attend(
             seen.q_BHtE, *pairs, visible=filled.visible_B11M, dropout=self.block.drop_rate
         )

@@ -53,7 +53,7 @@ class MemorizingLayer(CachedLayer[MemorizingMemory]):
         pairs = Pairs(memory.keys_BHME, memory.values_BHME).slots(-filled.slots)
         drop_rate = self.block.drop_rate
         if part.probe is not None:
-            part.probe.note(self, "long-term", seen.q_BHtE, pairs, filled.mask())
+            part.probe.note(self.index, "long-term", seen.q_BHtE, pairs, filled.mask())
         if self.top_k is None or self.top_k >= filled.slots:
             long_BHtE = attend(seen.q_BHtE, *pairs, visible=filled.visible_B11M, dropout=drop_rate)
         else:

@@ -1,0 +1,110 @@
+"""The paper's equations, as the layers compute them."""
+
+import numpy as np
+import pytest
+import torch
+from zoo import KINDS, WINDOW, make, random_tokens
+
+from melodi import LanguageModel
+from melodi.evaluation.probes import gates, memory_shares
+from melodi.layers.frame import Stream, WindowPart
+from melodi.layers.melodi import LongTermLayer, ShortTermLayer, ShortTermMemory
+from melodi.layers.transformer import Sight
+from melodi.reading import sights, turns
+
+TOLERANCE = dict(rtol=0, atol=1e-12)
+
+
+def one_window(model: LanguageModel) -> tuple[WindowPart, tuple[Sight, ...]]:
+    """The second window of a document: what its layers are told."""
+    _, state = model(random_tokens(1, WINDOW), model.empty_state(1))
+    (turn,) = turns(state, torch.tensor([WINDOW]))
+    device = torch.device("cpu")
+    seen = sights(model.config, model.position_bias, turn, device, static_shapes=False)
+    return turn.part(device, static_shapes=False, probe=None), seen
+
+
+def test_equations_1_and_2() -> None:
+    """x', û = T(x, u | z), then u' = M_up(x', û) and z' = M_right(x', û)."""
+    model = make(KINDS["melodi"])
+    part, seen = one_window(model)
+    layer, config = model.stack[0], model.config
+    assert isinstance(layer, ShortTermLayer)
+    x, u, z = (
+        torch.randn(1, n, config.width).double() for n in (WINDOW, *[config.short_term_tokens] * 2)
+    )
+    output = layer(Stream(x, u), ShortTermMemory(z), None, part, seen[0])
+
+    memory = layer.block.pairs(layer.block.normed(z))
+    y = layer.block(torch.cat([x, u], dim=1), memory, seen[0])
+    x_next, u_hat = y[:, :WINDOW], y[:, WINDOW:]
+    assert layer.up is not None
+    assert layer.right is not None
+    torch.testing.assert_close(output.stream.x_BtD, x_next, **TOLERANCE)
+    torch.testing.assert_close(output.stream.u_BSD, layer.up(x_next, u_hat), **TOLERANCE)
+    torch.testing.assert_close(output.memory[0], layer.right(x_next, u_hat), **TOLERANCE)
+
+
+def test_what_a_window_adds_to_the_queue() -> None:
+    """The FIFO of the long-term layer ends with the pairs of m = M_long(x', û)."""
+    model = make(KINDS["melodi"])
+    kept = []
+    layer = model.stack[1]
+    assert isinstance(layer, LongTermLayer)
+    assert layer.long is not None
+    layer.long.register_forward_hook(lambda _m, _i, m: kept.append(m))
+    _, state = model(random_tokens(1, 2 * WINDOW), model.empty_state(1))
+    for i, m in enumerate(reversed(kept), 1):
+        keys, values = layer.project(m)
+        count = layer.entries_per_window
+        stop = -(i - 1) * count or None
+        for queue, new in zip(state.layers[1][1:], (keys, values), strict=True):
+            torch.testing.assert_close(queue[:, :, -i * count : stop], new, **TOLERANCE)
+
+
+def without_preferences(kind: str) -> LanguageModel:
+    """A model whose attention is uniform over all that is visible."""
+    model = make(KINDS[kind])
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "block.query" in name or "position_bias" in name:
+                parameter.zero_()
+    return model
+
+
+def test_shares_of_uniform_attention() -> None:
+    """Where every visible key gets the same weight, a memory's share is its part of what is seen;
+    and the share of long-term memory falls evenly on all windows that it holds."""
+    model = without_preferences("melodi")
+    config = model.config
+    S, W = config.short_term_tokens, WINDOW
+    shares = memory_shares(model, random_tokens(5 * W).numpy())
+    visible = np.arange(1, W + S + 1) + S
+    for layer in range(3):
+        assert shares[f"short-term/{layer}"] == pytest.approx((S / visible).mean())
+    ages = {key: value for key, value in shares.items() if key.startswith("long-term/1/age/")}
+    assert len(ages) == config.long_term_windows
+    assert list(ages.values()) == pytest.approx([1 / len(ages)] * len(ages))
+
+
+def test_the_share_of_a_cache() -> None:
+    """A token at place t of its window sees the W tokens before it, W - t of them in the cache."""
+    model = without_preferences("transformer-xl")
+    t = np.arange(WINDOW)
+    shares = memory_shares(model, random_tokens(3 * WINDOW).numpy())
+    assert shares["cache/0"] == pytest.approx(((WINDOW - t) / (WINDOW + 1)).mean())
+    assert "cache/2" not in shares
+
+
+@pytest.mark.parametrize("kind", ["melodi", "memorizing"])
+def test_probes_of_compiled_layers(kind: str) -> None:
+    """Compiled layers are watched as they are, and compute the same."""
+    model, compiled = make(KINDS[kind]), make(KINDS[kind])
+    torch.compiler.reset()
+    for layer in compiled.layers:
+        layer.compile(backend="aot_eager")
+    tokens = random_tokens(3 * WINDOW).numpy()
+    ours, theirs = memory_shares(compiled, tokens), memory_shares(model, tokens)
+    assert ours == pytest.approx(theirs)
+    assert gates(compiled) == pytest.approx(gates(model))
+    assert len(gates(model)) == 1
