@@ -71,6 +71,14 @@ class Maker:
         return Fingerprint, tuple(self.fingerprint())
 
 
+class Fill:
+    """States that were read one from the other share the tensors of their open window: each sees
+    only as far as it has read itself. Who reads on from the furthest may write in place."""
+
+    def __init__(self, open_B: Tensor) -> None:
+        self.open_B = open_B
+
+
 @dataclass(frozen=True, eq=False)
 class MemoryState:
     """The memory of each layer, row by row; made by `LanguageModel.empty_state` and by reading."""
@@ -84,6 +92,8 @@ class MemoryState:
     layers: tuple[LayerMemory, ...]
     open_window: tuple[OpenWindow, ...] | None = None
     """None while no row has an open window."""
+    fill: "Fill | None" = None
+    """How far the open window's tensors are filled, by this state or by one made from it."""
 
     @property
     def batch_size(self) -> int:
@@ -225,7 +235,19 @@ class MemoryState:
             self,
             layers=tuple(map_layer(memory) for memory in self.layers),
             open_window=self.open_window and tuple(map(map_layer, self.open_window)),
+            fill=None,
         )
+
+    def writable_window(self) -> "tuple[tuple[OpenWindow, ...], Fill] | None":
+        """The open window's tensors, to be written to in place behind what this state has read;
+        copied if another state has already done so, or if torch forbids it."""
+        if self.open_window is None:
+            return None
+        fill, tensor = self.fill, self.open_window[0].keys_BHkE
+        inference = tensor.is_inference() == torch.is_inference_mode_enabled()
+        if fill is not None and inference and torch.equal(fill.open_B, self.open_B):
+            return self.open_window, fill
+        return self._map(torch.clone).open_window or (), Fill(self.open_B)
 
     def _close_if_done(self) -> "MemoryState":
         """Drops the open window's tensors when no row has an open window."""

@@ -25,8 +25,8 @@ from melodi.config.kinds import KINDS
 from melodi.layers import make_layer
 from melodi.layers.frame import Layer, LayerMemory, OpenWindow, Probe, WindowPart
 from melodi.layers.transformer import RelativePositionBias, RMSNorm, Sight, randomise
-from melodi.memory import Fingerprint, Maker, MemoryState
-from melodi.reading import RaggedRows, alike, sights, turns
+from melodi.memory import Fill, Fingerprint, Maker, MemoryState
+from melodi.reading import RaggedRows, Turn, alike, sights, token_sights, turns
 from melodi.sharded import full
 
 LOSS_CHUNK = 2048
@@ -168,35 +168,54 @@ class LanguageModel(nn.Module):
         """The recurrence over windows k = 1, 2, …: the final hidden vectors, the memory after the
         last, and the layers' own losses."""
         rows = RaggedRows(tokens_BT, self._zeros(state.batch_size, 0, self.config.width))
-        device = self.embedding.weight.device
-        memory, opened = state.layers, state.open_window
+        device, rows_count = self.embedding.weight.device, state.batch_size
+        memory, opened, fill = state.layers, state.open_window, None
+        in_place = not torch.is_grad_enabled()
+        if in_place and (writable := state.writable_window()) is not None:
+            opened, fill = writable
         windows_B, open_B = state.windows_B, state.open_B
         known: dict[tuple[object, ...], tuple[Sight, ...]] = {}
         extra_losses = []
         if lengths_B is None:
             lengths_B = torch.full_like(open_B, tokens_BT.size(1))
         for turn in turns(state, lengths_B):
-            key = alike(self.config, turn)
-            if key not in known:
-                known[key] = sights(
-                    self.config, self.position_bias, turn, device, self.static_shapes
-                )
             if turn.whole:
-                opened = None
+                opened, fill = None, None
             elif opened is None:
-                opened = self._empty_windows(state.batch_size)
-            part = turn.part(device, self.static_shapes, probe)
-            window = self._run(rows.tokens(turn), memory, opened, part, known[key])
+                opened, fill = self._empty_windows(rows_count), Fill(open_B)
+            part = turn.part(device, self.static_shapes, in_place, probe)
+            seen = self._sights(turn, known)
+            window = self._run(rows.tokens(turn), memory, opened, part, seen)
             memory, opened = window.memory, window.opened
             rows.add(window.x_BtD, turn)
             windows_B, open_B = turn.next_counters()
+            if fill is not None and part.place is not None:
+                fill.open_B = open_B
+            else:
+                fill = Fill(open_B)
+            if not open_B.any():
+                opened, fill = None, None
             if window.extra_loss is not None:
                 extra_losses.append(window.extra_loss)
         state = MemoryState(
-            self.config, Maker(self), windows_B, open_B, memory, opened if open_B.any() else None
+            self.config, Maker(self), windows_B, open_B, memory, opened, fill if in_place else None
         )
         x_BTD = F.dropout(self.final_norm(rows.joined()), self.config.dropout, self.training)
         return x_BTD, state, torch.stack(extra_losses).mean() if extra_losses else None
+
+    def _sights(
+        self, turn: Turn, known: dict[tuple[object, ...], tuple[Sight, ...]]
+    ) -> tuple[Sight, ...]:
+        """Who sees what in this turn; built once for those that are alike."""
+        if not self.static_shapes:
+            of_token = token_sights(self.config, self.position_bias, turn)
+            if of_token is not None:
+                return of_token
+        key = alike(self.config, turn)
+        if key not in known:
+            device = self.embedding.weight.device
+            known[key] = sights(self.config, self.position_bias, turn, device, self.static_shapes)
+        return known[key]
 
     def _run(
         self,

@@ -47,12 +47,29 @@ class Turn(NamedTuple):
         """Every row reads exactly one whole window."""
         return bool((self.length_B == self.window).all())
 
+    @property
+    def place(self) -> int | None:
+        """Where all rows stand in their windows, if they read equally much."""
+        together = bool((self.position_B == self.position_B[0]).all())
+        return int(self.position_B[0]) if together and self.even else None
+
+    @property
+    def even(self) -> bool:
+        """All rows read equally many tokens."""
+        return bool((self.length_B == self.length_B[0]).all())
+
     def next_counters(self) -> tuple[Tensor, Tensor]:
         """Windows read, and tokens in the open window, after this turn."""
         open_B = self.position_B + self.length_B
         return self.windows_read_B + self.full_B, torch.where(self.full_B, 0, open_B)
 
-    def part(self, device: torch.device, static_shapes: bool, probe: Probe | None) -> WindowPart:
+    def part(
+        self,
+        device: torch.device,
+        static_shapes: bool = False,
+        in_place: bool = False,
+        probe: Probe | None = None,
+    ) -> WindowPart:
         """The same for the layers."""
         return WindowPart(
             whole=self.whole,
@@ -64,6 +81,7 @@ class Turn(NamedTuple):
             position_B=self.position_B.to(device),
             length_B=self.length_B.to(device),
             full_B=self.full_B.to(device),
+            place=self.place if in_place else None,
             probe=probe,
         )
 
@@ -78,6 +96,37 @@ def turns(state: MemoryState, lengths_B: Tensor) -> Iterator[Turn]:
         yield turn
         windows_B, open_B = turn.next_counters()
         start_B = start_B + length_B
+
+
+def token_sights(
+    config: ModelConfig, position_bias: RelativePositionBias, turn: Turn
+) -> tuple[Sight, ...] | None:
+    """The same as `sights` without a mask, where every row reads one token at the same place of a
+    window that it does not fill: then the keys that it sees are consecutive."""
+    place, strict = turn.place, config.answers.causal_mask == "strict"
+    if place is None or int(turn.length_B[0]) > 1 or place + 1 == config.window:
+        return None
+    slots = max(KINDS[kind].past(config) for kind in config.layers) + config.window
+    bias = position_bias.by_distance(range(len(config.layers)), slots)
+    ranges = {}
+    for kind in dict.fromkeys(config.layers):
+        row = KINDS[kind]
+        own = row.past(config) + place
+        filled = {row.filled_past(config, n) for n in turn.windows_read_B.tolist()}
+        if config.answers.empty_memory == "zeros":
+            filled = {row.past(config)}
+        reach = row.reach(config)
+        first = row.past(config) - max(filled)
+        first = first if reach is None else max(first, own - reach)
+        stop = own if strict else own + 1
+        if len(filled) > 1 or first >= stop:
+            return None
+        # The last entry of the bias is that of distance 0, which lies at `own`.
+        ranges[kind] = slice(first, stop), slice(slots - 1 - own + first, slots - 1 - own + stop)
+    return tuple(
+        Sight(None, bias[i][None, :, None, ranges[kind][1]] if i in bias else None, ranges[kind][0])
+        for i, kind in enumerate(config.layers)
+    )
 
 
 def alike(config: ModelConfig, turn: Turn) -> tuple[object, ...]:

@@ -21,7 +21,7 @@ def one_window(model: LanguageModel) -> tuple[WindowPart, tuple[Sight, ...]]:
     (turn,) = turns(state, torch.tensor([WINDOW]))
     device = torch.device("cpu")
     seen = sights(model.config, model.position_bias, turn, device, static_shapes=False)
-    return turn.part(device, static_shapes=False, probe=None), seen
+    return turn.part(device), seen
 
 
 def test_equations_1_and_2() -> None:

@@ -32,11 +32,9 @@ Memory = TypeVar("Memory", bound=LayerMemory)
 class OpenWindow(NamedTuple):
     """What an unfinished window has left in one layer, so that nothing is computed twice."""
 
-    past_keys_BHPE: Tensor
-    past_values_BHPE: Tensor
-    """Of the past, projected when the window opened; without slots where memory holds pairs."""
-    keys_BHWE: Tensor
-    values_BHWE: Tensor
+    keys_BHkE: Tensor
+    values_BHkE: Tensor
+    """Of [past; window]: the past as it was when the window opened."""
     kept_BWD: Tensor
     """What the kind needs of every token when the window is full; without width if nothing."""
 
@@ -87,6 +85,8 @@ class WindowPart:
     """Tokens that each row reads now; the rest is padding."""
     full_B: Tensor
     """Rows that fill their window."""
+    place: int | None = None
+    """Where all rows stand in their open windows, if these may be written to in place."""
     probe: Probe | None = None
 
     def commit(self, new: Tensor, old: Tensor) -> Tensor:
@@ -94,15 +94,28 @@ class WindowPart:
         new = new.to(old.dtype)
         return new if self.whole else where_rows(self.full_B, new, old)
 
-    def put(self, new: Tensor, window: Tensor, dim: int) -> Tensor:
-        """The open window with the part's context tokens in their slots, which lie along `dim`."""
-        slot_W = torch.arange(window.size(dim), device=new.device)
-        source_BW = slot_W - self.position_B[:, None]
-        written_BW = (source_BW >= 0) & (source_BW < self.length_B[:, None])
+    def put(self, new: Tensor, window: Tensor, dim: int, past: int = 0) -> Tensor:
+        """The open window with the part's context tokens in their slots, which lie along `dim`
+        behind those of the past."""
+        if self.place is not None:
+            window.narrow(dim, past + self.place, new.size(dim)).copy_(new)
+            return window
+        slot_k = torch.arange(window.size(dim), device=new.device) - past
+        source_Bk = slot_k - self.position_B[:, None]
+        written_Bk = (source_Bk >= 0) & (source_Bk < self.length_B[:, None])
         shape = [size if axis in (0, dim) else 1 for axis, size in enumerate(window.shape)]
-        index = source_BW.clamp(0, new.size(dim) - 1).view(shape)
+        index = source_Bk.clamp(0, new.size(dim) - 1).view(shape)
         moved = new.gather(dim, index.expand_as(window))
-        return torch.where(written_BW.view(shape), moved, window)
+        return torch.where(written_Bk.view(shape), moved, window)
+
+    def put_past(self, new: Tensor, window: Tensor) -> Tensor:
+        """The open window with a new past, in rows whose window opens."""
+        slots = new.size(2)
+        if self.place is not None:
+            window.narrow(2, 0, slots).copy_(new)
+            return window
+        past = where_rows(self.position_B == 0, new, window[:, :, :slots])
+        return torch.cat([past, window[:, :, slots:]], dim=2)
 
 
 class Seen(NamedTuple):
@@ -161,8 +174,6 @@ class Layer(nn.Module, Generic[Memory]):
     """Attention results that the block projects back."""
     past_is = "past"
     """What the slots before the window are, in words."""
-    projects_past = False
-    """The past is projected when a window opens, and kept while it is open."""
     entries_per_window = 1
     """What a window adds to the kind's FIFO, if it has one."""
     keeps = False
@@ -192,24 +203,29 @@ class Layer(nn.Module, Generic[Memory]):
         tokens = stream.x_BtD.size(1)
         xu_BtD = self.recall(_joined(stream.x_BtD, stream.u_BSD), memory, part)
         h_BtD, q_BHtE, new = self.block.project(xu_BtD)
-        past, r_BPD = self._past_of_window(stream.r_BPD, memory, window, part, sight)
-        own, written = new.slots(0, tokens), new.slots(tokens)
-        if window is not None:
-            keys, values = (part.put(a, b, dim=2) for a, b in zip(own, window[2:4], strict=True))
-            own = Pairs(keys, values)
-        seen = Seen(h_BtD, q_BHtE, past, own, h_BtD[:, :0], h_BtD[:, :0])
-        a_BHtE = self.block.attend(q_BHtE, past.join(own, written), sight)
+        own, written = new.split(tokens)
+        r_BPD, past = stream.r_BPD, None
+        if part.opens:
+            past, r_BPD = self.precede(r_BPD, memory, part, sight)
+        if window is None:
+            assert past is not None, "whole windows open windows"
+            pairs = past.join(new)
+        else:
+            window = self._extended(window, past, own, part)
+            pairs = Pairs(window.keys_BHkE, window.values_BHkE)
+            past, own = pairs.split(self.past_slots)
+            pairs = pairs if stream.u_BSD is None else pairs.join(written)
         if part.probe is not None:
-            pairs, mask = past.join(own, written), self.block.mask(sight)
-            part.probe.note(self.index, "self", q_BHtE, pairs, mask)
+            part.probe.note(self.index, "self", q_BHtE, pairs, self.block.mask(sight))
 
+        seen = Seen(h_BtD, q_BHtE, past, own, h_BtD[:, :0], h_BtD[:, :0])
+        a_BHtE = self.block.attend(q_BHtE, pairs, sight)
         y_BtD = self.block.finish(xu_BtD, *self.read(a_BHtE, seen, memory, part))  # Eq. 1
-        x_BtD, u_hat_BSD = y_BtD[:, :tokens], y_BtD[:, tokens:]
+        x_BtD, u_hat_BSD = y_BtD.split([tokens, y_BtD.size(1) - tokens], dim=1)
         kept_BWD = self.keep(x_BtD, h_BtD[:, :tokens])
         if window is not None:
             kept_BWD = part.put(kept_BWD, window.kept_BWD, dim=1)
-            kept_past = past if self.projects_past else past.slots(0, 0)
-            window = OpenWindow(*kept_past, *own, kept_BWD)
+            window = window._replace(kept_BWD=kept_BWD)
         if not part.closes:
             return Output(Stream(x_BtD, None, r_BPD), memory, window)
         seen = seen._replace(kept_BWD=kept_BWD, u_hat_BSD=u_hat_BSD)
@@ -232,10 +248,9 @@ class Layer(nn.Module, Generic[Memory]):
 
     def empty_window(self, batch_size: int, zeros: Zeros) -> OpenWindow:
         """An open window without tokens."""
-        past = self.pairs_size(self.past_slots if self.projects_past else 0)
-        own = self.pairs_size(self.window)
+        pairs = self.pairs_size(self.past_slots + self.window)
         kept = (self.window, self.width if self.keeps else 0)
-        return OpenWindow(*[zeros(batch_size, *size) for size in (*past, *own, kept)])
+        return OpenWindow(*[zeros(batch_size, *size) for size in (*pairs, kept)])
 
     def pairs_size(self, slots: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         heads, head_width = self.heads
@@ -282,24 +297,16 @@ class Layer(nn.Module, Generic[Memory]):
         """Asked of the first layer: what is remembered of the write tokens after the last one."""
         return memory
 
-    def _past_of_window(
-        self,
-        r_BPD: Tensor | None,
-        memory: Memory,
-        window: OpenWindow | None,
-        part: WindowPart,
-        sight: Sight,
-    ) -> tuple[Pairs, Tensor | None]:
-        """The past as it was when each row's window opened."""
-        if window is None or not self.projects_past:
-            return self.precede(r_BPD, memory, part, sight)
-        kept = Pairs(window.past_keys_BHPE, window.past_values_BHPE)
-        if not part.opens:
-            return kept, r_BPD
-        opens_B = part.position_B == 0
-        new, r_BPD = self.precede(r_BPD, memory, part, sight)
-        keys, values = (where_rows(opens_B, a, b) for a, b in zip(new, kept, strict=True))
-        return Pairs(keys, values), r_BPD
+    def _extended(
+        self, window: OpenWindow, past: Pairs | None, own: Pairs, part: WindowPart
+    ) -> OpenWindow:
+        """The open window with the part's tokens, and with its past where it opens."""
+        pairs = Pairs(window.keys_BHkE, window.values_BHkE)
+        if past is not None and self.past_slots:
+            pairs = Pairs(*map(part.put_past, past, pairs))
+        slots = [self.past_slots] * 2
+        keys, values = map(part.put, own, pairs, (2, 2), slots)
+        return OpenWindow(keys, values, window.kept_BWD)
 
 
 def named(memory: type[Memory], tensors: Iterable[Tensor]) -> Memory:

@@ -64,7 +64,6 @@ class ShortTermLayer(Layer[MelodiMemory]):
 
     carries: type[MelodiMemory] = ShortTermMemory
     past_is = "short-term"
-    projects_past = True
     keeps = True
 
     def __init__(self, config: ModelConfig, index: int) -> None:

@@ -8,8 +8,9 @@
 Shapes: B rows, t query tokens, k keys, H heads, E head width, D width, N layers, b = 1 or B.
 """
 
+import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -37,6 +38,12 @@ class Pairs(NamedTuple):
     def slots(self, start: int, stop: int | None = None) -> "Pairs":
         return Pairs(self.keys_BHkE[:, :, start:stop], self.values_BHkE[:, :, start:stop])
 
+    def split(self, slots: int) -> "tuple[Pairs, Pairs]":
+        """The first slots, and the rest."""
+        sizes = [slots, self.keys_BHkE.size(2) - slots]
+        (keys, more_keys), (values, more_values) = (tensor.split(sizes, dim=2) for tensor in self)
+        return Pairs(keys, values), Pairs(more_keys, more_values)
+
     def detach(self) -> "Pairs":
         return Pairs(self.keys_BHkE.detach(), self.values_BHkE.detach())
 
@@ -44,8 +51,11 @@ class Pairs(NamedTuple):
 class Sight(NamedTuple):
     """Who sees what in self-attention, and at which bias; shared by windows that are alike."""
 
-    visible_b1tk: Tensor
+    visible_b1tk: Tensor | None
+    """None: every query sees all the keys."""
     bias_bHtk: Tensor | None
+    keys: slice | None = None
+    """The keys that the sight is about, where the others are seen by none; all when not given."""
     past: "Sight | None" = None
     """Of the past among itself, where it is made of tokens that run through the stack."""
 
@@ -90,8 +100,10 @@ class Block(nn.Module):
 
     def attend(self, q_BHtE: Tensor, pairs: Pairs, sight: Sight) -> Tensor:
         """Self-attention: within the window, and to the past that precedes it."""
+        if sight.keys is not None:
+            pairs = pairs.slots(sight.keys.start, sight.keys.stop)
         visible, bias = sight.visible_b1tk, self.scale.bias(sight.bias_bHtk)
-        if not self.strict:
+        if not self.strict or visible is None:
             return attend(q_BHtE, *pairs, bias, visible, self.drop_rate)
         # A query with nothing to see is let to see everything, and its result is set to zero.
         blind = ~visible.any(-1, keepdim=True)
@@ -100,8 +112,8 @@ class Block(nn.Module):
 
     def mask(self, sight: Sight) -> Tensor:
         """What is added to q·k in self-attention: the bias, and -inf where nothing is seen."""
-        bias = self.scale.bias(sight.bias_bHtk)
-        visible = sight.visible_b1tk
+        bias, visible = self.scale.bias(sight.bias_bHtk), sight.visible_b1tk
+        assert visible is not None, "only tokens that are read one at a time have no mask"
         bias = torch.zeros(visible.shape, device=visible.device) if bias is None else bias
         return bias.masked_fill(~visible, float("-inf"))
 
@@ -178,15 +190,25 @@ class RelativePositionBias(nn.Module):
             {str(layer): nn.Parameter(torch.zeros(num_heads, NUM_BUCKETS)) for layer in layers}
         )
 
-    def forward(self, layers: list[int], distance_btk: Tensor) -> dict[int, Tensor]:
+    def forward(self, layers: Iterable[int], distance_btk: Tensor) -> dict[int, Tensor]:
         """A (b, H, t, k) bias for each of these layers that has one."""
-        layers = [layer for layer in layers if str(layer) in self.tables]
-        if not layers:
+        return self._look_up(layers, bucket_of_distance(distance_btk), batched=True)
+
+    def by_distance(self, layers: Iterable[int], count: int) -> dict[int, Tensor]:
+        """The bias at the distances count - 1, …, 1, 0, as (H, count), for each layer."""
+        weight = next(iter(self.tables.values()), None)
+        if weight is None:
             return {}
-        buckets_btk = bucket_of_distance(distance_btk)
-        tables_NHK = torch.stack([self.tables[str(layer)] for layer in layers])
-        bias_NbHtk = tables_NHK[:, :, buckets_btk].transpose(1, 2)
-        return dict(zip(layers, bias_NbHtk.unbind(0), strict=True))
+        return self._look_up(layers, falling_buckets(count, weight.device), batched=False)
+
+    def _look_up(self, layers: Iterable[int], buckets: Tensor, batched: bool) -> dict[int, Tensor]:
+        biased = [layer for layer in layers if str(layer) in self.tables]
+        if not biased:
+            return {}
+        tables_NHK = torch.stack([self.tables[str(layer)] for layer in biased])
+        bias = tables_NHK[:, :, buckets]
+        bias = bias.transpose(1, 2) if batched else bias
+        return dict(zip(biased, bias.unbind(0), strict=True))
 
 
 class RMSNorm(nn.RMSNorm):
@@ -221,6 +243,13 @@ def bucket_of_distance(distance: Tensor) -> Tensor:
     # The small addition keeps exact powers (32, 64) from falling into the bucket below.
     coarse = exact + (steps * (NUM_BUCKETS - exact) + 1e-9).long()
     return torch.where(distance < exact, distance.clamp(min=0), coarse.clamp(max=NUM_BUCKETS - 1))
+
+
+@functools.cache
+def falling_buckets(count: int, device: torch.device) -> Tensor:
+    """Of the distances count - 1, …, 1, 0: a constant."""
+    with torch.inference_mode(False):
+        return bucket_of_distance(torch.arange(count - 1, -1, -1, device=device))
 
 
 def unit(x: Tensor) -> Tensor:

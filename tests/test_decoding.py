@@ -1,0 +1,77 @@
+"""Without gradients open windows are written to in place: the laws hold there too."""
+
+import pytest
+import torch
+from zoo import WINDOW, ZOO, make, random_tokens
+
+from melodi import MemoryState, ModelConfig
+
+TOLERANCE = dict(rtol=0, atol=1e-10)
+
+every_kind = pytest.mark.parametrize("config", ZOO.values(), ids=ZOO.keys())
+
+
+@every_kind
+def test_token_by_token_in_place(config: ModelConfig) -> None:
+    """Two rows read token by token, past the point where queues overflow, equal the whole."""
+    model = make(config)
+    tokens = random_tokens(2, 5 * WINDOW + 2)
+    whole, _ = model(tokens, model.empty_state(2))
+    with torch.inference_mode():
+        state, parts = model.empty_state(2), []
+        for token in tokens.split(1, dim=1):
+            logits, state = model(token, state)
+            parts.append(logits)
+    torch.testing.assert_close(torch.cat(parts, 1), whole, **TOLERANCE)
+
+
+@every_kind
+@torch.no_grad()
+def test_states_are_values(config: ModelConfig) -> None:
+    """However a stream goes on from a state, the state stays what it was: every earlier one can be
+    read on from, in any order, as beam search does."""
+    model = make(config)
+    tokens, other = random_tokens(2, 3 * WINDOW), random_tokens(2, WINDOW + 1, seed=1)
+    states: list[MemoryState] = [model.empty_state(2)]
+    for token in tokens.split(1, dim=1):
+        states.append(model(token, states[-1])[1])
+    for read in (2, WINDOW + 3, 1, WINDOW + 3, 2 * WINDOW - 1, 2 * WINDOW):
+        fresh = model.empty_state(2)
+        expected, _ = model(torch.cat([tokens[:, :read], other], dim=1), fresh)
+        state, parts = states[read], []
+        for token in other.split(1, dim=1):
+            logits, state = model(token, state)
+            parts.append(logits)
+        torch.testing.assert_close(torch.cat(parts, 1), expected[:, read:], **TOLERANCE)
+
+
+def test_a_state_leaves_inference_mode() -> None:
+    """A window that was opened in inference mode is read on outside of it, with a gradient."""
+    model = make(ZOO["melodi-default"])
+    tokens = random_tokens(1, WINDOW + 4)
+    expected, _ = model(tokens, model.empty_state(1))
+    with torch.inference_mode():
+        _, state = model(tokens[:, :2], model.empty_state(1))
+    with torch.no_grad():
+        quiet, _ = model(tokens[:, 2:], state)
+    logits, _ = model(tokens[:, 2:], state.detach().to("cpu"))
+    logits.sum().backward()
+    for ours in (quiet, logits):
+        torch.testing.assert_close(ours, expected[:, 2:], **TOLERANCE)
+
+
+@torch.no_grad()
+def test_ragged_rows_between_even_ones() -> None:
+    """Rows that read together, then apart, then together again."""
+    model = make(ZOO["melodi-default"])
+    tokens = random_tokens(2, 3 * WINDOW)
+    expected = [model(row[None], model.empty_state(1))[0][0] for row in tokens]
+    state, read = model.empty_state(2), torch.zeros(2, dtype=torch.long)
+    for lengths in ([2, 2], [1, 3], [1, 1], [4, 2], [3, 3]):
+        widest = max(lengths)
+        piece = torch.stack([row[i : i + widest] for row, i in zip(tokens, read, strict=True)])
+        logits, state = model(piece, state, lengths=lengths)
+        for row, length in enumerate(lengths):
+            theirs = expected[row][read[row] : read[row] + length]
+            torch.testing.assert_close(logits[row, :length], theirs, **TOLERANCE)
+        read += torch.tensor(lengths)
