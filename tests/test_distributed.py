@@ -14,7 +14,8 @@ from zoo import KINDS
 
 from melodi.config import ModelConfig
 from melodi.config.training import Machinery, OptimizerConfig, TrainConfig
-from melodi.data.store import TokenStore, prepare
+from melodi.data.prepare import prepare
+from melodi.data.store import TokenStore
 from melodi.training.distributed import processes
 from melodi.training.trainer import train
 

@@ -1,7 +1,9 @@
 """Training: exact to resume, whatever kills it; many processes take the same step as one."""
 
+import dataclasses
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,8 +20,9 @@ from zoo import KINDS
 import melodi
 from melodi.config import ModelConfig
 from melodi.config.training import Machinery, OptimizerConfig, TrainConfig
-from melodi.data.store import TokenStore, prepare
-from melodi.evaluation.documents import choose, evaluate, watching
+from melodi.data.prepare import prepare
+from melodi.data.store import Documents, TokenStore
+from melodi.evaluation.documents import Evaluation, choose, evaluate
 from melodi.run import Run
 from melodi.training.distributed import Processes
 from melodi.training.trainer import Trainer, train
@@ -107,8 +110,8 @@ def test_accumulation_changes_no_step(store: TokenStore, tmp_path: Path) -> None
         config = replace(CONFIG, accumulate=parts)
         model = replace(model_config(), dropout=0.0)
         trainer = Trainer(Run(tmp_path), store, model, config, Machinery(), ALONE)
-        batch = trainer.rows.next()
-        trainer._gradients(batch, int((batch.targets >= 0).sum()))
+        segment = trainer.walker.next()
+        trainer._gradients(segment, trainer.walker.predictions)
         grads.append([p.grad for p in trainer.model.parameters()])
     for a, b in zip(*grads, strict=True):
         torch.testing.assert_close(a, b)
@@ -381,9 +384,41 @@ def test_evaluation_counts_every_prediction_once(kind: str, store: TokenStore) -
         assert dropped.nats == pytest.approx(nats, rel=1e-5)
     else:
         assert dropped.nats != pytest.approx(nats, rel=1e-5)
-    shared = [evaluate(model, documents, rows=4, mine=mine) for mine in (range(2), range(2, 4))]
-    assert sum(part.predictions for part in shared) == count
-    assert sum(part.nats for part in shared) == pytest.approx(nats, rel=1e-5)
+
+
+def test_evaluations_add_up() -> None:
+    """The parts of all processes, added, are the evaluation of one process in every field, also
+    documents without a prediction and rows that never get one; and an array holds all of it."""
+    torch.manual_seed(0)
+    model = melodi.LanguageModel(model_config()).eval()
+    random = np.random.default_rng(0)
+    documents = Documents.in_memory([random.integers(0, 257, n) for n in (70, 1, 9, 30, 0, 2)])
+    documents.num_bytes[:] = [100, 3, 20, 50, 2, 5]
+    for chosen in (None, [0, 1, 3]):
+        whole = evaluate(model, documents, chosen, rows=8)
+        parts = [evaluate(model, documents, chosen, 8, mine=range(i, i + 2)) for i in (0, 2, 4, 6)]
+        together = sum(parts, Evaluation())
+        assert whole.documents == (6 if chosen is None else 3)
+        assert whole.bytes == (180 if chosen is None else 153)
+        assert parts[-1].documents == 0
+        for field in dataclasses.fields(Evaluation):
+            expected, found = (getattr(result, field.name) for result in (whole, together))
+            assert type(found) is type(expected)
+            np.testing.assert_allclose(found, expected, rtol=1e-6)
+        again = Evaluation.from_array(whole.to_array().tolist())
+        assert again.by_position() == whole.by_position()
+        assert (again.loss, again.bits_per_byte) == (whole.loss, whole.bits_per_byte)
+
+
+def test_training_verifies_the_tokens(store: TokenStore, tmp_path: Path) -> None:
+    """A store that is damaged is not trained on, and no run is begun."""
+    bad = Path(shutil.copytree(store.path, tmp_path / "store"))
+    tokens = bytearray((bad / "train.tokens").read_bytes())
+    tokens[7] ^= 1
+    (bad / "train.tokens").write_bytes(tokens)
+    with pytest.raises(ValueError, match=r"train.tokens is damaged"):
+        train(tmp_path / "run", TokenStore.open(bad), model_config(), CONFIG, Machinery(), ALONE)
+    assert not (tmp_path / "run").exists()
 
 
 def test_training_without_validation_documents(tmp_path: Path) -> None:
@@ -400,18 +435,3 @@ def test_choose_takes_whole_documents(store: TokenStore) -> None:
     assert choose(documents, 1) == [0]
     chosen = choose(documents, int(documents.lengths[:3].sum()))
     assert chosen == [0, 1, 2]
-
-
-def test_attention_to_the_past_is_a_share(store: TokenStore) -> None:
-    """Zero while there is no past, then between zero and one; the model itself is not changed."""
-    model = melodi.LanguageModel(model_config()).eval()
-    tokens = torch.zeros(1, 12, dtype=torch.long)
-    expected, _ = model(tokens, model.empty_state(1))
-    with watching(model) as shares:
-        logits, _ = model(tokens, model.empty_state(1))
-    assert torch.equal(logits, expected)
-    assert shares.keys() == {"past/0", "past/1", "past/2"}
-    for first, second in shares.values():
-        assert first == 0
-        assert 0 < second < 1
-    assert "self_attention" not in vars(model.layers[0].block)

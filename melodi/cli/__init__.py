@@ -55,11 +55,11 @@ def prepare(args: list[str]) -> None:
 
     Example: melodi prepare books/ --out store --vocab-size 8192
     """
-    from melodi.data import store as data
+    from melodi.data.prepare import prepare as prepare_store
 
     options = parse(PrepareArgs, prepare, args)
     try:
-        store = data.prepare(
+        store = prepare_store(
             options.sources,
             options.out,
             options.vocab_size,
@@ -79,8 +79,6 @@ def prepare(args: list[str]) -> None:
 
 
 def print_store(store: "TokenStore") -> None:
-    from melodi.data.prepare import counts_in_words
-
     manifest = store.manifest
     print_table(
         f"{store.path}: {', '.join(manifest['sources'])}, vocabulary of {store.vocab_size:,}",
@@ -94,9 +92,8 @@ def print_store(store: "TokenStore") -> None:
             for split, about in manifest["splits"].items()
         ],
     )
-    for what in ("skipped", "repaired"):
-        if manifest[what]:
-            print(f"{what}: {counts_in_words(manifest[what])}")
+    for line in store.remarks():
+        print(line)
 
 
 @dataclass

@@ -2,272 +2,107 @@
 
 1. If a vocabulary is to be trained, the training documents are sampled evenly, and it is trained.
 2. Documents are read in pieces, which threads encode (both tokenizer libraries let go of Python's
-   lock) and one writer appends in order to a draft. When a document ends it is kept, or dropped as
-   binary, empty, a duplicate or too short. Every few seconds the draft notes how far it is, so that
-   the same command continues an interrupted one, to the same bytes.
-3. Each document belongs to a split by the hash of its name, unless its source says otherwise, so
-   that adding documents does not move others. Where that leaves a split empty, which only happens
-   to small corpora, the document nearest to it moves there from the largest split.
-4. The draft is dealt out into one file of tokens per split, and the manifest is written last.
+   lock) and one writer appends in order to a draft of the store.
+3. The draft is dealt out into the splits.
 
-Files of a finished store: manifest.json, the tokenizer, and for each split its tokens, end to end,
-and its index, an array of where each document starts and the last one ends, in tokens and bytes.
+Only one process at a time makes a store. Stopped by a kill or a full disk, the same command
+continues; refused because of what it was given, it leaves nothing that would be in the way.
 """
 
 import contextlib
 import errno
-import hashlib
-import json
 import os
-import sys
 import threading
-import time
-from collections import Counter, deque
-from collections.abc import Iterable, Iterator
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from melodi.data.corpus import BINARY, Document, Source
-from melodi.data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
-from melodi.files import checksum, write_json
+from melodi.data.corpus import Source, open_sources
+from melodi.data.progress import progress_bar
+from melodi.data.splits import Shares
+from melodi.data.store import DTYPES, TokenStore
+from melodi.data.text import Document
+from melodi.data.tokenizer import Tokenizer, check_vocab_size, load_tokenizer
+from melodi.data.vocabulary import train_vocabulary
+from melodi.data.writer import Appender, StoreWriter, check_free, dtype_name
+from melodi.files import locked
 
-FORMAT, VERSION = "melodi-store", 1
-SPLITS = ("train", "validation", "test")
-DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
-SAMPLE_CHARACTERS = 20_000_000
-SAMPLE_BLOCK = 1 << 14
-REMOTE_SAMPLE_BYTES = 1 << 30
-SAVE_SECONDS = 5.0
+DEFAULT_VOCAB_SIZE = 2048
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
 
-IntArray = NDArray[np.int64]
 Item = TypeVar("Item")
 
 
-class Shares(NamedTuple):
-    """How much of the documents is held out."""
-
-    validation: float
-    test: float
-
-    def check(self) -> None:
-        if min(self) < 0 or sum(self) >= 1:
-            raise ValueError(
-                f"validation_share={self.validation} and test_share={self.test} must not be "
-                "negative and must leave something to train on"
-            )
-
-    def splits(self, places: IntArray) -> IntArray:
-        """The split of each place, as an index into SPLITS."""
-        fractions = places / 2.0**63
-        bounds = (self.validation, self.validation + self.test)
-        return np.select([fractions < bounds[0], fractions < bounds[1]], [1, 2], 0)
-
-
-class Draft:
-    """A store in the making: the tokens of all documents in one file, a row of figures about each
-    document in another, and a third that says how much of the two is valid."""
-
-    TOKENS, ROWS, PROGRESS = "draft.tokens", "draft.documents", "draft.json"
-    PROGRESS_NEW = "draft.json.partial"
-    COLUMNS = ("tokens", "bytes", "digest", "place", "split")
-
-    def __init__(self, folder: Path, request: dict[str, Any]) -> None:
-        self.folder = folder
-        begun = folder / self.PROGRESS
-        if (folder / "manifest.json").exists():
-            self._remove()
-            raise ValueError(
-                f"store {folder} is finished and is not overwritten: choose another --out, "
-                "or delete it first"
-            )
-        if begun.exists():
-            self.progress = json.loads(begun.read_text("utf-8"))
-            self._check_same(request)
-            return
-        folder.mkdir(parents=True, exist_ok=True)
-        if {path.name for path in folder.iterdir()} - {self.PROGRESS_NEW}:
-            raise ValueError(f"folder {folder} is not empty: choose another --out")
-        self.progress = {
-            "request": request,
-            "tokenizer_digest": None,
-            "read": 0,
-            "kept": 0,
-            "tokens": 0,
-            "skipped": {},
-            "repaired": {},
-        }
-        self._save_progress()
-
-    def take_tokenizer(self, tokenizer: Tokenizer) -> None:
-        tokenizer.save(self.folder)
-        self.progress["tokenizer_digest"] = tokenizer.digest()
-        self._save_progress()
-
-    def append_documents(self, corpus: list[Source], workers: int) -> None:
-        """Encodes all documents that the draft does not have yet."""
-        tokenizer = load_tokenizer(self.folder)
-        dtype = DTYPES[dtype_name(tokenizer)]
-        end_of_document = tokenizer.end_of_document
-        closing = np.array([] if end_of_document is None else [end_of_document], dtype)
-        documents = islice(
-            chain.from_iterable(source.documents() for source in corpus),
-            self.progress["read"],
-            None,
+def prepare(
+    sources: str | Path | Sequence[str | Path] = (),
+    out: str | Path = "store",
+    vocab_size: int | None = None,
+    tokenizer: str | Path | None = None,
+    workers: int | None = None,
+    text_column: str = "text",
+    validation_share: float = 0.02,
+    test_share: float = 0.02,
+) -> TokenStore:
+    """Makes the store `out`, or goes on making it. Without sources: Python's standard library.
+    The vocabulary is trained, 2048 by default, unless a tokenizer is given."""
+    if tokenizer is not None and vocab_size is not None:
+        raise ValueError(
+            f"vocab_size={vocab_size} and tokenizer={tokenizer}: give only one of them"
         )
-        sizes = [source.num_bytes for source in corpus]
-        total = None if None in sizes else sum(size or 0 for size in sizes)
-        with Appender(self, dtype) as appender, progress_bar("encoding", total) as bar:
-            bar.update(int(self.rows()[:, 1].sum()))
-            for document, ids in encoded(documents, self.folder, dtype, workers):
-                if ids is not None:
-                    appender.append(ids)
-                    continue
-                appender.append(closing)
-                appender.end_document(document)
-                bar.update(document.num_bytes)
-
-    def finish(self, shares: Shares) -> None:
-        """Deals the documents out into their splits. Interrupted, it is simply done again."""
-        rows = self.rows()
-        if not len(rows):
-            skipped = counts_in_words(self.progress["skipped"])
-            self._remove()
-            raise ValueError(
-                f"no documents in {', '.join(self.progress['request']['sources'])}"
-                f"{f' (skipped: {skipped})' if skipped else ''}: give at least one with text"
-            )
-        tokenizer = load_tokenizer(self.folder)
-        tokens, itemsize = self.folder / self.TOKENS, DTYPES[dtype_name(tokenizer)].itemsize
-        splits = assign_splits(rows[:, 3], rows[:, 4], shares)
-        request = self.progress["request"]
-        manifest = {
-            "format": FORMAT,
-            "version": VERSION,
-            "dtype": dtype_name(tokenizer),
-            "vocab_size": tokenizer.vocab_size,
-            "tokenizer_digest": tokenizer.digest(),
-            "splits": {
-                split: write_split(
-                    self.folder / split, tokens, itemsize, rows[:, :2], splits == number
-                )
-                for number, split in enumerate(SPLITS)
-            },
-            "sources": request["sources"],
-            "request": request,
-            "skipped": self.progress["skipped"],
-            "repaired": self.progress["repaired"],
-        }
-        write_json(self.folder / "manifest.json", manifest)
-        self._remove()
-
-    def rows(self) -> IntArray:
-        """One row per kept document, in the order of COLUMNS."""
-        data = (self.folder / self.ROWS).read_bytes()
-        return np.frombuffer(data, "<i8").reshape(-1, len(self.COLUMNS))[: self.progress["kept"]]
-
-    def _check_same(self, request: dict[str, Any]) -> None:
-        for key, value in request.items():
-            before = self.progress["request"].get(key)
-            if before != value:
-                raise ValueError(
-                    f"store {self.folder} was begun with {key}={before!r}, not {value!r}: give the "
-                    "same to continue, choose another --out, or delete the folder"
-                )
-
-    def _save_progress(self) -> None:
-        write_json(self.folder / self.PROGRESS, self.progress)
-
-    def _remove(self) -> None:
-        for name in (self.TOKENS, self.ROWS, self.PROGRESS):
-            (self.folder / name).unlink(missing_ok=True)
+    if workers is not None and workers < 1:
+        raise ValueError(f"workers={workers} must be at least 1")
+    vocab_size = DEFAULT_VOCAB_SIZE if vocab_size is None else vocab_size
+    check_vocab_size(vocab_size)
+    shares = Shares(validation_share, test_share)
+    shares.check()
+    given = None if tokenizer is None else load_tokenizer(tokenizer)
+    corpus = open_sources(sources, text_column)
+    request = {
+        "sources": [source.description for source in corpus],
+        "contents": [source.fingerprint for source in corpus],
+        "text_column": text_column,
+        "tokenizer": given.digest() if given else f"trained, {vocab_size}",
+        "validation_share": validation_share,
+        "test_share": test_share,
+    }
+    out = Path(out)
+    out.mkdir(parents=True, exist_ok=True)
+    check_free(out)  # before the lock, which is a file: nothing is put into a folder of others
+    with full_disk_named(out), locked(out):
+        writer = StoreWriter(out, request)
+        with discarded_if_refused(writer):
+            if writer.progress.tokenizer_digest is None:
+                writer.take_tokenizer(given or train_vocabulary(corpus, vocab_size, shares))
+            append_documents(writer, corpus, workers or os.cpu_count() or 1)
+            writer.finish(shares, dict(chain(*(source.ignored.items() for source in corpus))))
+    return TokenStore.open(out)
 
 
-class Appender:
-    """Writes a draft's files from where they are valid, one document after the other."""
-
-    def __init__(self, draft: Draft, dtype: np.dtype[Any]) -> None:
-        self.draft = draft
-        self.dtype = dtype
-
-    def __enter__(self) -> "Appender":
-        progress, folder = self.draft.progress, self.draft.folder
-        self.files = [open_kept(folder / name) for name in (Draft.TOKENS, Draft.ROWS)]
-        self.tokens, self.rows = self.files
-        self.start = self.end = progress["tokens"]
-        self._cut_tokens()
-        self.rows.truncate(progress["kept"] * 8 * len(Draft.COLUMNS))
-        self.rows.seek(0, os.SEEK_END)
-        self.digests = set(self.draft.rows()[:, 2].tolist())
-        self.skipped, self.repaired = Counter(progress["skipped"]), Counter(progress["repaired"])
-        self.read, self.saved_at = progress["read"], time.monotonic()
-        return self
-
-    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
-        # Whatever went wrong may have gone wrong half way: the last saved progress still holds.
-        if error is None:
-            self.save()
-        for file in self.files:
-            with contextlib.suppress(OSError):
-                file.close()
-
-    def append(self, ids: NDArray[Any]) -> None:
-        self.tokens.write(ids.tobytes())
-        self.end += len(ids)
-
-    def end_document(self, document: Document) -> None:
-        reason = self._reason_to_skip(document)
-        if reason:
-            self.skipped[reason] += 1
-            self._cut_tokens()
-        else:
-            self._keep(document)
-            self.repaired.update(document.flaws)
-        self.read += 1
-        if time.monotonic() - self.saved_at >= SAVE_SECONDS:
-            self.save()
-
-    def save(self) -> None:
-        for file in self.files:
-            file.flush()
-            os.fsync(file.fileno())
-        self.draft.progress |= {
-            "read": self.read,
-            "kept": len(self.digests),
-            "tokens": self.start,
-            "skipped": dict(sorted(self.skipped.items())),
-            "repaired": dict(sorted(self.repaired.items())),
-        }
-        self.draft._save_progress()
-        self.saved_at = time.monotonic()
-
-    def _reason_to_skip(self, document: Document) -> str | None:
-        if BINARY in document.flaws:
-            return BINARY
-        if document.is_blank or self.end == self.start:
-            return "empty"
-        if self.end - self.start < document.min_tokens:
-            return "short"
-        return "duplicate" if document.digest() in self.digests else None
-
-    def _keep(self, document: Document) -> None:
-        split = SPLITS.index(document.split) if document.split else -1
-        num_tokens, place = self.end - self.start, place_of(document.name)
-        row = [num_tokens, document.num_bytes, document.digest(), place, split]
-        self.rows.write(np.array(row, "<i8").tobytes())
-        self.digests.add(document.digest())
-        self.start = self.end
-
-    def _cut_tokens(self) -> None:
-        """Takes back the tokens of the document that is not finished."""
-        self.tokens.seek(self.start * self.dtype.itemsize)
-        self.tokens.truncate()
-        self.end = self.start
+def append_documents(writer: StoreWriter, corpus: list[Source], workers: int) -> None:
+    """Encodes all documents that the draft does not have yet."""
+    tokenizer = load_tokenizer(writer.folder)
+    dtype = DTYPES[dtype_name(tokenizer)]
+    end_of_document = tokenizer.end_of_document
+    closing = np.array([] if end_of_document is None else [end_of_document], dtype)
+    documents = chain.from_iterable(source.documents() for source in corpus)
+    unread = islice(documents, writer.progress.read, None)
+    sizes = [source.num_bytes for source in corpus]
+    total = None if None in sizes else sum(size or 0 for size in sizes)
+    with Appender(writer, dtype) as appender, progress_bar("encoding", total) as bar:
+        bar.update(int(writer.table()[:, 1].sum()))
+        for document, ids in encoded(unread, writer.folder, dtype, workers):
+            if ids is not None:
+                appender.append(ids)
+                continue
+            appender.append(closing)
+            appender.end_document(document)
+            bar.update(document.num_bytes)
 
 
 def encoded(
@@ -300,62 +135,6 @@ def encoded(
         pool.shutdown(cancel_futures=True)
 
 
-def trained_on(corpus: list[Source], vocab_size: int, shares: Shares) -> Tokenizer:
-    train_tokenizer([], vocab_size)  # refuses a bad size before hours of reading
-    return train_tokenizer(sample(corpus, shares), vocab_size)
-
-
-def sample(corpus: list[Source], shares: Shares) -> list[str]:
-    """Blocks of text spread evenly over the training documents: every block at first, and every
-    other one of those whenever there are too many. Of a remote source only the beginning."""
-    blocks: list[str] = []
-    stride, seen, size = 1, 0, 0
-    for source in corpus:
-        for piece in training_pieces(source, shares):
-            for start in range(0, len(piece), SAMPLE_BLOCK):
-                if seen % stride == 0:
-                    blocks.append(piece[start : start + SAMPLE_BLOCK])
-                    size += len(blocks[-1])
-                seen += 1
-                if size > SAMPLE_CHARACTERS:
-                    blocks = blocks[::2]
-                    size, stride = sum(map(len, blocks)), 2 * stride
-    return blocks
-
-
-def training_pieces(source: Source, shares: Shares) -> Iterator[str]:
-    with progress_bar("sampling", source.num_bytes) as bar:
-        for document in source.documents():
-            held_out = shares.splits(np.array([place_of(document.name)]))[0] > 0
-            if document.split != "train" and (document.split or held_out):
-                continue
-            yield from document.pieces()
-            bar.update(document.num_bytes)
-            if source.is_remote and bar.n > REMOTE_SAMPLE_BYTES:
-                return
-
-
-def place_of(name: str) -> int:
-    """A document's place in the range of 63 bits that the splits share out."""
-    digest = hashlib.blake2b(name.encode(errors="surrogateescape"), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
-
-
-def assign_splits(places: IntArray, official: IntArray, shares: Shares) -> IntArray:
-    """The split of each document; official: what its source says, -1 if it says nothing."""
-    splits = np.where(official >= 0, official, shares.splits(places))
-    if (official >= 0).any():
-        return splits
-    for split, share in enumerate((1.0, *shares)):
-        counts = np.bincount(splits, minlength=len(SPLITS))
-        # A lone document is for training.
-        can_give = counts.max() > (1 if split else 0)
-        if share and can_give and not counts[split]:
-            donors = np.flatnonzero(splits == counts.argmax())
-            splits[donors[places[donors].argmin()]] = split
-    return splits
-
-
 def a_few_ahead(items: Iterator[Item], count: int) -> Iterator[Item]:
     """The same items, each drawn from the iterator some time before it is given out."""
     drawn = deque(islice(items, count))
@@ -365,70 +144,14 @@ def a_few_ahead(items: Iterator[Item], count: int) -> Iterator[Item]:
     yield from drawn
 
 
-def write_split(
-    path: Path, tokens: Path, itemsize: int, sizes: IntArray, chosen: NDArray[np.bool_]
-) -> dict[str, Any]:
-    """Writes a split's files from the draft's tokens; returns what the manifest says about it.
-    sizes: of all documents, in tokens and in bytes."""
-    lengths = sizes[:, 0] * itemsize
-    starts = np.cumsum(lengths) - lengths
-    with tokens.open("rb") as source, path.with_suffix(".tokens").open("wb") as file:
-        for i in np.flatnonzero(chosen):
-            copy(source, int(starts[i]), int(lengths[i]), file)
-        sync(file)
-    index = np.zeros((2, np.count_nonzero(chosen) + 1), np.int64)
-    index[:, 1:] = np.cumsum(sizes[chosen], axis=0).T
-    with path.with_suffix(".index").open("wb") as file:
-        np.save(file, index)
-        sync(file)
-    return {
-        "documents": index.shape[1] - 1,
-        "tokens": int(index[0, -1]),
-        "bytes": int(index[1, -1]),
-        "checksums": {kind: checksum(path.with_suffix(f".{kind}")) for kind in ("tokens", "index")},
-    }
-
-
-def copy(source: Any, start: int, length: int, target: Any) -> None:
-    source.seek(start)
-    while length:
-        block = source.read(min(length, 1 << 20))
-        target.write(block)
-        length -= len(block)
-
-
-def sync(file: Any) -> None:
-    file.flush()
-    os.fsync(file.fileno())
-
-
-def open_kept(path: Path) -> Any:
-    """For writing, with what is in it."""
-    path.touch()
-    return path.open("r+b")
-
-
-def dtype_name(tokenizer: Tokenizer) -> str:
-    return "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"
-
-
-def counts_in_words(counts: dict[str, int]) -> str:
-    return ", ".join(f"{count} {reason}" for reason, count in counts.items())
-
-
-def progress_bar(doing: str, num_bytes: int | None) -> Any:
-    """Appears on a terminal when the work takes more than a second or two."""
-    from tqdm import tqdm
-
-    return tqdm(
-        desc=doing,
-        total=num_bytes,
-        unit="B",
-        unit_scale=True,
-        delay=1.5,
-        file=sys.stderr,
-        disable=None,
-    )
+@contextlib.contextmanager
+def discarded_if_refused(writer: StoreWriter) -> Iterator[None]:
+    """A ValueError means that sources or options must change, so the draft is of no use."""
+    try:
+        yield
+    except ValueError:
+        writer.discard()
+        raise
 
 
 @contextlib.contextmanager

@@ -16,8 +16,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Protocol
 
+from melodi.files import replacing, write_text
+
 END_OF_DOCUMENT = "<|end_of_document|>"
 SMALLEST_BPE = 257  # every byte, and the end of a document
+LARGEST_BPE = 1 << 20  # several times the largest in use; room for all of it is taken at once
 
 
 class Tokenizer(Protocol):
@@ -73,11 +76,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     """A new byte-level BPE vocabulary; smaller than asked for if the texts hold too few pairs."""
-    if vocab_size < SMALLEST_BPE:
-        raise ValueError(
-            f"vocab_size={vocab_size} is too small: every byte and the end of a document need "
-            f"{SMALLEST_BPE}; give at least that, or --tokenizer bytes"
-        )
+    check_vocab_size(vocab_size)
     from tokenizers import Tokenizer as Engine
     from tokenizers import decoders, models, pre_tokenizers, trainers
 
@@ -92,6 +91,17 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     )
     engine.train_from_iterator(texts, trainer)
     return BPETokenizer(engine.to_str())
+
+
+def check_vocab_size(vocab_size: int) -> None:
+    """Refuses a size that cannot be trained."""
+    if vocab_size < SMALLEST_BPE:
+        raise ValueError(
+            f"vocab_size={vocab_size} is too small: every byte and the end of a document need "
+            f"{SMALLEST_BPE}; give at least that, or --tokenizer bytes"
+        )
+    if vocab_size > LARGEST_BPE:
+        raise ValueError(f"vocab_size={vocab_size} is too large: give at most {LARGEST_BPE}")
 
 
 class ByteTokenizer:
@@ -109,7 +119,7 @@ class ByteTokenizer:
         return bytes(i for i in ids if i != self.end_of_document).decode(errors="replace")
 
     def save(self, folder: Path) -> None:
-        (folder / self.FILE).write_text(json.dumps({"kind": "bytes"}))
+        write_text(folder / self.FILE, json.dumps({"kind": "bytes"}))
 
     def digest(self) -> str:
         return _digest(b"bytes")
@@ -142,7 +152,7 @@ class BPETokenizer:
         return self.engine.decode([int(i) for i in ids], skip_special_tokens=True)
 
     def save(self, folder: Path) -> None:
-        (folder / self.FILE).write_text(self.definition, "utf-8")
+        write_text(folder / self.FILE, self.definition)
 
     def digest(self) -> str:
         return _digest(self.definition.encode())
@@ -171,18 +181,23 @@ class SentencePieceTokenizer:
         return self.engine.decode([int(i) for i in ids])
 
     def save(self, folder: Path) -> None:
-        (folder / self.FILE).write_bytes(self.definition)
+        with replacing(folder / self.FILE) as partial:
+            partial.write_bytes(self.definition)
 
     def digest(self) -> str:
         return _digest(self.definition)
 
 
+TOKENIZER_FILES = (BPETokenizer.FILE, SentencePieceTokenizer.FILE, ByteTokenizer.FILE)
+
+
 def _saved_in(folder: Path) -> Path:
-    names = (BPETokenizer.FILE, SentencePieceTokenizer.FILE, ByteTokenizer.FILE)
-    for name in names:
+    for name in TOKENIZER_FILES:
         if (folder / name).is_file():
             return folder / name
-    raise ValueError(f"folder {str(folder)!r} holds no tokenizer: one of {', '.join(names)}")
+    raise ValueError(
+        f"folder {str(folder)!r} holds no tokenizer: one of {', '.join(TOKENIZER_FILES)}"
+    )
 
 
 def _digest(data: bytes) -> str:

@@ -8,13 +8,15 @@
 Shapes: R rows, T tokens of a segment, H heads, t queries, k keys.
 """
 
+import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
+from melodi.data.segments import Segment, Walker, num_predictions
 from melodi.data.store import Documents
 from melodi.model import LanguageModel, Scored
 
@@ -25,7 +27,7 @@ POSITION_BUCKETS = 24
 
 @dataclass
 class Evaluation:
-    """Sums over documents; several can be added up."""
+    """Sums over documents; those of several processes, or of several sets, can be added up."""
 
     nats: float = 0.0
     predictions: int = 0
@@ -48,6 +50,22 @@ class Evaluation:
     def bits_per_byte(self) -> float:
         return self.nats / math.log(2) / max(self.bytes, 1)
 
+    def __add__(self, other: "Evaluation") -> "Evaluation":
+        return Evaluation.from_array(self.to_array() + other.to_array())
+
+    def to_array(self) -> np.ndarray:
+        """All sums in one flat float64 array, as a reduction over processes needs them."""
+        return np.concatenate([np.ravel(getattr(self, name)) for name in FIELDS], dtype=np.float64)
+
+    @classmethod
+    def from_array(cls, array: Sequence[float] | np.ndarray) -> "Evaluation":
+        result, given = cls(), np.array(array, np.float64)
+        for name in FIELDS:
+            before = getattr(result, name)
+            part, given = given[: np.size(before)], given[np.size(before) :]
+            setattr(result, name, part if np.ndim(before) else type(before)(part[0]))
+        return result
+
     def by_position(self) -> list[dict[str, float]]:
         """Mean nats for positions from `first` up to twice that."""
         return [
@@ -57,6 +75,9 @@ class Evaluation:
             )
             if count
         ]
+
+
+FIELDS = [field.name for field in dataclasses.fields(Evaluation)]
 
 
 def evaluate(
@@ -73,7 +94,8 @@ def evaluate(
     """Reads the chosen documents (all when not given) once, memory carried through or dropped.
 
     `nats` stands in for `model.nats` where the model is wrapped. Of many processes each reads the
-    rows `mine`, all in step, and gets the sums over those. `progress` hears of tokens read.
+    rows `mine`, all in step, and gets the sums over those, which add up to the sums over all.
+    `progress` hears of tokens read.
     """
     nats, mine = nats or model.nats, mine or range(rows)
     device = model.embedding.weight.device
@@ -83,86 +105,45 @@ def evaluate(
     model.eval()
     with torch.inference_mode():
         state = model.empty_state(len(mine))
-        for everyone in walks(documents, chosen, rows, windows * model.config.window):
-            walk = everyone.rows(slice(mine.start, mine.stop))
-            state = state.forget(walk.starts_R if with_memory else [True] * len(mine))
+        for segment in Walker.once(documents, rows, windows * model.config.window, chosen, mine):
+            state = state.forget(segment.starts if with_memory else [True] * len(mine))
             tokens_RT, targets_RT = (
-                torch.from_numpy(array).to(device) for array in (walk.tokens_RT, walk.targets_RT)
+                torch.from_numpy(array).to(device) for array in (segment.tokens, segment.targets)
             )
             nats_RT, state, _ = nats(tokens_RT, targets_RT, state)
-            add(result, nats_RT.double().cpu().numpy(), walk)
+            count(result, nats_RT.double().cpu().numpy(), segment, documents)
             if progress is not None:
-                progress(int((walk.targets_RT >= 0).sum()))
+                progress(int((segment.targets >= 0).sum()))
     model.train(was_training)
-    indices = range(len(documents)) if chosen is None else chosen
-    result.documents = len(indices)
-    result.tokens = int(sum(documents.lengths[i] for i in indices))
-    result.bytes = int(sum(documents.num_bytes[i] for i in indices))
+    if 0 in mine:  # documents that predict nothing are in no row, and are counted by one process
+        indices = np.arange(len(documents)) if chosen is None else np.array(chosen, np.int64)
+        unread = indices[num_predictions(documents)[indices] == 0]
+        count_documents(result, documents, unread)
     return result
 
 
-@dataclass
-class Walk:
-    """One segment of every row; rows without a document are padding."""
-
-    tokens_RT: np.ndarray
-    targets_RT: np.ndarray
-    starts_R: np.ndarray
-    position_R: np.ndarray
-    """The place in its document where each row's segment begins."""
-
-    def rows(self, rows: slice) -> "Walk":
-        return Walk(
-            self.tokens_RT[rows], self.targets_RT[rows], self.starts_R[rows], self.position_R[rows]
-        )
-
-
-def walks(documents: Documents, chosen: list[int] | None, rows: int, length: int) -> Iterator[Walk]:
-    """All segments of the documents, the longest first, so that the rows end at about one time."""
-    queue = list(range(len(documents)) if chosen is None else chosen)
-    queue = [i for i in queue if documents.lengths[i] >= 2]
-    queue.sort(key=lambda i: documents.lengths[i])
-    reading: list[int | None] = [None] * rows
-    place = [0] * rows
-    while queue or any(i is not None for i in reading):
-        walk = Walk(
-            tokens_RT=np.zeros((rows, length), np.int64),
-            targets_RT=np.full((rows, length), -1, np.int64),
-            starts_R=np.zeros(rows, bool),
-            position_R=np.zeros(rows, np.int64),
-        )
-        for row in range(rows):
-            if reading[row] is None and queue:
-                reading[row], place[row] = queue.pop(), 0
-                walk.starts_R[row] = True
-            document = reading[row]
-            if document is None:
-                continue
-            start = place[row]
-            piece = documents[document][start : start + length + 1].astype(np.int64)
-            walk.tokens_RT[row, : len(piece) - 1] = piece[:-1]
-            walk.targets_RT[row, : len(piece) - 1] = piece[1:]
-            walk.position_R[row] = start
-            place[row] = start + length
-            if place[row] >= documents.lengths[document] - 1:
-                reading[row] = None
-        yield walk
-
-
-def add(result: Evaluation, nats_RT: np.ndarray, walk: Walk) -> None:
-    counted = walk.targets_RT >= 0
+def count(result: Evaluation, nats_RT: np.ndarray, segment: Segment, documents: Documents) -> None:
+    """Adds a segment that has been read, and the documents that begin in it."""
+    counted = segment.targets >= 0
     result.nats += float(nats_RT[counted].sum())
     result.predictions += int(counted.sum())
-    position_RT = walk.position_R[:, None] + np.arange(1, nats_RT.shape[1] + 1)
+    position_RT = segment.positions[:, None] + np.arange(1, nats_RT.shape[1] + 1)
     bucket = np.minimum(np.log2(position_RT).astype(int), POSITION_BUCKETS - 1)[counted]
     result.nats_by_position += np.bincount(bucket, nats_RT[counted], POSITION_BUCKETS)
     result.predictions_by_position += np.bincount(bucket, minlength=POSITION_BUCKETS)
+    count_documents(result, documents, segment.documents[segment.starts])
+
+
+def count_documents(result: Evaluation, documents: Documents, indices: np.ndarray) -> None:
+    result.documents += len(indices)
+    result.tokens += int(documents.lengths[indices].sum())
+    result.bytes += int(documents.num_bytes[indices].sum())
 
 
 def choose(documents: Documents, max_tokens: int | None) -> list[int]:
     """Whole documents, in order, until they hold `max_tokens`; at least one."""
     if max_tokens is None:
         return list(range(len(documents)))
-    usable = [i for i in range(len(documents)) if documents.lengths[i] >= 2]
+    usable = np.flatnonzero(num_predictions(documents)).tolist()
     before = np.cumsum(documents.lengths[usable]) - documents.lengths[usable]
     return [i for i, tokens in zip(usable, before, strict=True) if tokens < max_tokens]

@@ -1,6 +1,6 @@
 """Training: one segment per step, memory detached between segments, exact to resume.
 
-1. Each row walks through a document (data.Rows); where a new one begins, that row forgets.
+1. Each row walks through a document (data.Walker); where a new one begins, that row forgets.
 2. A step is a pure function of the weights, the optimizer, the memory, the data position and the
    step's number: random numbers are drawn anew from (seed, step, rank). So a run that was killed
    and resumed ends with the same weights, bit for bit, as one that never stopped.
@@ -23,7 +23,8 @@ from tqdm import tqdm
 
 from melodi.config import ModelConfig
 from melodi.config.training import Machinery, TrainConfig
-from melodi.data.store import Batch, Rows, TokenStore
+from melodi.data.segments import Segment, Walker
+from melodi.data.store import TokenStore
 from melodi.evaluation.documents import Evaluation, choose, evaluate
 from melodi.evaluation.probes import gates, memory_shares
 from melodi.files import read_json, write_json
@@ -65,6 +66,8 @@ def train(
                 "begin a new run"
             )
     check_vocabulary(model, store)
+    if group.first:
+        store.verify()
     trainer = Trainer(run, store, model, config, machinery, group)
     if resume:
         trainer.restore()
@@ -104,7 +107,9 @@ class Trainer:
         self.reading = spread(self.model, group, machinery.sharding, config.segment_windows)
         self.optimizer = make_optimizer(self.model, config.optimizer)
         length = config.segment_windows * model_config.window
-        self.rows = Rows(store.split("train"), config.rows, length, config.seed)
+        self.walker = Walker.shuffled(
+            store.split("train"), config.rows, length, config.seed, self.mine
+        )
         self.part = len(self.mine) // config.accumulate
         self.states = [self.model.empty_state(self.part) for _ in range(config.accumulate)]
         self.step = 0
@@ -149,12 +154,12 @@ class Trainer:
         self.step += 1
         started = time.perf_counter()
         torch.manual_seed((config.seed << 40) + (self.step << 12) + self.group.rank)
-        batch = self.rows.next()
+        segment = self.walker.next()
         data_seconds = time.perf_counter() - started
-        predictions = int((batch.targets >= 0).sum())
+        predictions = self.walker.predictions
         rate = self._set_rate()
         self.model.train()
-        nats, states = self._gradients(batch, predictions)
+        nats, states = self._gradients(segment, predictions)
         release(self.reading)
         norm = self._gradient_norm()
         (total,) = self.group.total(nats)
@@ -173,17 +178,17 @@ class Trainer:
             "data_seconds": data_seconds,
         }
 
-    def _gradients(self, batch: Batch, predictions: int) -> tuple[float, list[MemoryState]]:
+    def _gradients(self, segment: Segment, predictions: int) -> tuple[float, list[MemoryState]]:
         """Adds up the gradients of the mean loss over all rows of all processes."""
         states, nats = [], 0.0
         device, part = self.group.device, self.part
         # DDP and FSDP2 average over processes; each contributes its share of the one mean.
         scale = self.group.world / max(predictions, 1)
         for i, state in enumerate(self.states):
-            rows = slice(self.mine.start + i * part, self.mine.start + (i + 1) * part)
-            self.states[i] = state = state.forget(batch.starts[rows])
-            tokens_BT = torch.from_numpy(batch.tokens[rows]).to(device)
-            targets_BT = torch.from_numpy(batch.targets[rows]).to(device)
+            rows = segment.take(slice(i * part, (i + 1) * part))
+            self.states[i] = state = state.forget(rows.starts)
+            tokens_BT = torch.from_numpy(rows.tokens).to(device)
+            targets_BT = torch.from_numpy(rows.targets).to(device)
             bf16 = self.config.precision == "bf16"
             with without_reduction(self.reading, last=i == len(self.states) - 1):
                 with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
@@ -239,7 +244,7 @@ class Trainer:
                     folder / "trainer.json",
                     {
                         "step": self.step,
-                        "rows": self.rows.state_dict(),
+                        "rows": self.walker.state_dict(),
                         "skipped": self.skipped,
                         "skips_in_a_row": self.skips_in_a_row,
                         "best": self.best,
@@ -266,7 +271,7 @@ class Trainer:
             checkpoint.load_rows(folder, first + i * part, part).to(self.group.device)
             for i in range(self.config.accumulate)
         ]
-        self.rows.load_state_dict(saved["rows"])
+        self.walker.load_state_dict(saved["rows"])
         self.step, self.best = saved["step"], saved["best"]
         self.skipped, self.skips_in_a_row = saved["skipped"], saved["skips_in_a_row"]
         if self.group.first:
@@ -290,8 +295,7 @@ class Trainer:
             nats=self.reading,
             mine=self.group.share(rows),
         )
-        result.nats, predictions = self.group.total(result.nats, result.predictions)
-        result.predictions = int(predictions)
+        result = Evaluation.from_array(self.group.total(*result.to_array()))
         sample = documents[chosen[0]][: SHARE_WINDOWS * self.model.config.window]
         shares = memory_shares(self.model, sample, self.reading)
         self._record(

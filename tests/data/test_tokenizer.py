@@ -1,5 +1,7 @@
 """Text to ids and back: what we train loses nothing, what others made is taken as it is."""
 
+import functools
+import io
 import itertools
 import json
 import re
@@ -8,25 +10,41 @@ from pathlib import Path
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from sentencepiece import SentencePieceTrainer
 
-from melodi.data import corpus
+from melodi.data import text
 from melodi.data.tokenizer import (
     END_OF_DOCUMENT,
     ByteTokenizer,
+    SentencePieceTokenizer,
     Tokenizer,
     load_tokenizer,
     train_tokenizer,
 )
 
-VOCABS = Path(__file__).parents[2] / "shared" / "data" / "vocabs"
 TEXTS = ["the cat sat on the mat, the cat sat. " * 20, "def f(x):\n    return x\n" * 20]
 TRAINED = train_tokenizer(TEXTS, 280)
 
 
-def sentencepiece(name: str) -> Tokenizer:
-    if not (VOCABS / name).exists():
-        pytest.skip(f"{VOCABS / name} is not here")
-    return load_tokenizer(VOCABS / name)
+VOCAB_SIZES = {"bpe": 70, "unigram": 50}
+
+
+@functools.cache
+def sentencepiece(kind: str) -> bytes:
+    """A small model of the kinds that others use: byte pairs that keep the text as it is, and a
+    unigram model that normalises it."""
+    sentence = "the cat x1 (a b). é sat, on the mat. It was the best of times"
+    words, model = 9 * sentence.split(), io.BytesIO()
+    SentencePieceTrainer.train(
+        sentence_iterator=iter([sentence, *(word[i:] for word in words for i in range(3))]),
+        model_writer=model,
+        model_type=kind,
+        vocab_size=VOCAB_SIZES[kind],
+        normalization_rule_name="identity" if kind == "bpe" else "nmt_nfkc",
+        remove_extra_whitespaces=kind != "bpe",
+        minloglevel=2,
+    )
+    return model.getvalue()
 
 
 @pytest.mark.parametrize("tokenizer", [ByteTokenizer(), TRAINED])
@@ -75,35 +93,34 @@ def test_foreign_json_is_taken_as_it_is(tmp_path: Path) -> None:
     assert tokenizer.decode(tokenizer.encode(TEXTS[0])) == TEXTS[0]
 
 
-@pytest.mark.parametrize("name", ["pg19train_bpe_32000.model", "t5_32000_rebuilt_spiece.model"])
-def test_sentencepiece_is_taken_as_it_is(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["bpe", "unigram"])
+def test_sentencepiece_is_taken_as_it_is(kind: str, tmp_path: Path) -> None:
     """A SentencePiece model has its own size, no end of document, and saves as the same file."""
-    tokenizer = sentencepiece(name)
-    assert tokenizer.vocab_size == 32_000
+    (tmp_path / "own.model").write_bytes(sentencepiece(kind))
+    tokenizer = load_tokenizer(tmp_path / "own.model")
+    assert tokenizer.vocab_size == VOCAB_SIZES[kind]
     assert tokenizer.end_of_document is None
     assert tokenizer.decode(tokenizer.encode("It was the best of times")) == (
         "It was the best of times"
     )
     tokenizer.save(tmp_path)
-    assert (tmp_path / "tokenizer.model").read_bytes() == (VOCABS / name).read_bytes()
+    assert (tmp_path / "tokenizer.model").read_bytes() == sentencepiece(kind)
     assert load_tokenizer(tmp_path).digest() == tokenizer.digest()
 
 
-@pytest.mark.parametrize(
-    "name", [None, "pg19train_bpe_32000.model", "t5_32000_rebuilt_spiece.model"]
-)
+@pytest.mark.parametrize("kind", [None, "bpe", "unigram"])
 @given(words=st.lists(st.sampled_from(["the", "cat", "x1", "(a", "b).\n", "\n\n", " ", "é"])))
-def test_pieces_encode_as_the_whole(name: str | None, words: list[str]) -> None:
+def test_pieces_encode_as_the_whole(kind: str | None, words: list[str]) -> None:
     """A text cut before a space between two words has the ids of the whole text."""
-    tokenizer = sentencepiece(name) if name else TRAINED
-    text = " ".join(words)
+    tokenizer = SentencePieceTokenizer(sentencepiece(kind)) if kind else TRAINED
+    whole = " ".join(words)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(corpus, "PIECE", 16)
-        first, *rest = [*corpus.cut([text])] or [""]
+        patch.setattr(text, "PIECE", 16)
+        first, *rest = [*text.cut([whole])] or [""]
     edges = [before[-1:] + after[:2] for before, after in itertools.pairwise([first, *rest])]
     if all(re.fullmatch(r"\S \S", edge) for edge in edges):
         ids = [tokenizer.encode(first), *map(tokenizer.encode_next, rest)]
-        assert list(itertools.chain(*ids)) == tokenizer.encode(text)
+        assert list(itertools.chain(*ids)) == tokenizer.encode(whole)
 
 
 @pytest.mark.parametrize(
@@ -132,3 +149,5 @@ def test_a_folder_without_tokenizer_is_refused(tmp_path: Path) -> None:
         load_tokenizer(tmp_path)
     with pytest.raises(ValueError, match=r"vocab_size=256 is too small: .* need 257"):
         train_tokenizer(TEXTS, 256)
+    with pytest.raises(ValueError, match=r"vocab_size=1048577 is too large: give at most 1048576"):
+        train_tokenizer(TEXTS, (1 << 20) + 1)
