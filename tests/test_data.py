@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from melodi.cli import prepare as prepare_command
+from melodi.cli.prepare import prepare as prepare_command
 from melodi.data import corpus
 from melodi.data import prepare as draft
 from melodi.data.corpus import Document, hub_documents, open_source, standard_library
