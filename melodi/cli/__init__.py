@@ -13,7 +13,7 @@ from typing import NoReturn
 COMMANDS = {
     "prepare": ("melodi.cli.prepare:prepare", "Corpus to tokenizer and token store."),
     "train": ("melodi.cli.train:train", "Preset and token store to run folder."),
-    "eval": ("melodi.cli.evaluate:evaluate", "Run folder to perplexity on whole documents."),
+    "eval": ("melodi.cli.evaluate:eval_", "Run folder to perplexity on whole documents."),
     "generate": ("melodi.cli.read:generate", "A continuation of a prompt, from a run."),
     "report": ("melodi.cli.evaluate:report", "Run folder to plots."),
     "memory": ("melodi.cli.memory:memory", "What a preset costs in floats and bytes."),

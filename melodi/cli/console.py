@@ -22,7 +22,7 @@ def parse(
     cls: type[Args], command: Callable[..., Any], args: list[str], default: Any = None
 ) -> Args:
     """A command's arguments, all of them known."""
-    name = command.__name__.replace("evaluate", "eval")
+    name = command.__name__.strip("_")
     with one_line_complaints():
         return tyro.cli(
             cls,

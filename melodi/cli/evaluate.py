@@ -36,12 +36,12 @@ class EvalArgs:
     """Print one JSON object instead of a table."""
 
 
-def evaluate(args: list[str]) -> None:
+def eval_(args: list[str]) -> None:
     """Run folder to perplexity on whole documents, with memory and with memory dropped.
 
     Example: melodi eval runs/first --split validation --json
     """
-    options = parse(EvalArgs, evaluate, args)
+    options = parse(EvalArgs, eval_, args)
     check_at_least(1, rows=options.rows, max_tokens=options.max_tokens)
     use_threads(options.threads)
     record = evaluation(options, device_named(options.device))
