@@ -33,13 +33,13 @@ ORDER = [
 ]
 """Each name imports only from names before it; docs/architecture.md tells the same story."""
 SIBLINGS = {
-    "config": ["dialects", "kinds", "model", "presets", "training"],
+    "config": ["dialects", "checks", "kinds", "model", "presets", "training"],
     "layers": [
         *["transformer", "frame", "melodi", "transformer_xl", "block_recurrent", "memorizing"]
     ],
-    "data": ["tokenizer", "detokenizer", "corpus"],
-    "evaluation": ["documents", "probes", "recall"],
-    "training": ["distributed", "optimizers", "parameters", "checkpoint", "trainer"],
+    "data": ["tokenizer", "detokenizer", "text", "corpus"],
+    "evaluation": ["documents", "record", "probes", "recall"],
+    "training": ["distributed", "parameters", "optimizers", "checkpoint", "learner", "trainer"],
     "paper": ["costs", "recipes", "reproduce", "report"],
     "cli": ["console", "prepare", "train", "evaluate", "read", "memory"],
 }
