@@ -1,18 +1,36 @@
-"""Melodi: a language model that reads book-length documents with a small compressed memory."""
+"""Melodi: a language model that reads book-length documents with a small compressed memory.
 
-from typing import Any
+Importing the package does nothing: a name is fetched from its module, and torch with it, when it is
+first used.
+"""
 
-from melodi.config import ModelConfig
-from melodi.memory import MemoryState
-from melodi.model import LanguageModel
-from melodi.stream import StreamReader
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from melodi.config import ModelConfig
+    from melodi.memory import MemoryState
+    from melodi.model import LanguageModel
+    from melodi.stream import StreamReader
+    from melodi.training.checkpoint import load
 
 __all__ = ["LanguageModel", "MemoryState", "ModelConfig", "StreamReader", "load"]
 __version__ = "0.1.0"
 
+_HOMES = {
+    "LanguageModel": "melodi.model",
+    "MemoryState": "melodi.memory",
+    "ModelConfig": "melodi.config",
+    "StreamReader": "melodi.stream",
+    "load": "melodi.training.checkpoint",
+}
 
-def load(run: Any, weights: str | None = None) -> LanguageModel:
-    """The model of a run folder, ready to read, with its tokenizer as `model.tokenizer`."""
-    from melodi.training.checkpoint import load
 
-    return load(run, weights)
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'melodi' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

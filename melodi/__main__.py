@@ -1,3 +1,5 @@
+"""`python -m melodi` is the `melodi` command."""
+
 from melodi.cli import main
 
 main()

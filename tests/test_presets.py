@@ -1,8 +1,6 @@
-"""Memory figures, parameters and names, exactly as the paper's tables and DESIGN give them."""
+"""Memory figures, parameters and names, exactly as in the paper's tables."""
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
@@ -167,47 +165,3 @@ def test_digest_sees_what_memory_depends_on() -> None:
 def test_unknown_preset() -> None:
     with pytest.raises(ValueError, match="did you mean 'laptop-melodi'"):
         preset("laptop-melodie")
-
-
-def melodi(*args: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "melodi", *args]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
-
-
-def test_memory_command() -> None:
-    """`melodi memory --json` lists every preset with exact figures."""
-    rows = {row["preset"]: row for row in json.loads(melodi("memory", "--json").stdout)}
-    assert rows.keys() == PRESETS.keys()
-    row = rows["paper-melodi-s128-l64"]
-    assert (row["short"], row["long"], row["floats"]) == (1_703_936, 16_777_216, 18_481_152)
-    assert (row["bytes_fp32"], row["bytes_bf16"]) == (4 * 18_481_152, 2 * 18_481_152)
-    assert row["parameters"] == on_meta(PRESETS["paper-melodi-s128-l64"]).num_parameters
-
-
-def test_memory_command_sizes_variations() -> None:
-    """A flag changes that field only, and a table shows every digit."""
-    (row,) = json.loads(
-        melodi("memory", "--preset", "paper-memorizing", "--window=1024", "--json").stdout
-    )
-    assert row["floats"] == 161_480_704
-    assert "161,480,704" in melodi("memory", "--preset=paper-memorizing", "--window", "1024").stdout
-
-
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        (["memry"], "command 'memry' is unknown"),
-        (["memory", "--preset", "laptop-melod"], "did you mean 'laptop-melodi'?"),
-        (["memory", "--preset"], "--preset lacks a value"),
-        (["memory", "--window", "3"], "--window changes a preset: add --preset NAME"),
-        (["memory", "--preset", "laptop-melodi", "--windw", "3"], "--window"),
-        (["memory", "--preset", "laptop-melodi", "--top-k", "3"], "no 'memorizing' layer"),
-        (["memory", "--preset", "laptop-melodi", "--window", "3"], "short_term_tokens=16 exceeds"),
-    ],
-)
-def test_command_errors(args: list[str], message: str) -> None:
-    """One line on standard error, no traceback, and a failing exit code."""
-    done = melodi(*args)
-    assert done.returncode == 2
-    assert message in done.stderr
-    assert done.stderr.count("\n") == 1

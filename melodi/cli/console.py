@@ -1,67 +1,160 @@
-"""What all commands share: parsing into one-line errors, tables, progress, presets."""
+"""What all commands share: parsing into one-line errors, one door for numbers, devices, tables."""
 
 import contextlib
+import inspect
 import io
+import math
 import re
-import sys
-from collections.abc import Callable
-from typing import Any, NoReturn, TypeVar
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import NoneType
+from typing import Any, TypeVar, get_args
 
 import tyro
+from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
 Args = TypeVar("Args")
+UNPREFIXED = tyro.conf.arg(name="")
+"""The fields of a config in a command's arguments are flags without its name before them."""
 
 
 def parse(
-    cls: type[Args],
-    command: Callable[..., Any],
-    args: list[str],
-    default: Any = None,
+    cls: type[Args], command: Callable[..., Any], args: list[str], default: Any = None
 ) -> Args:
-    """Parses a command's arguments; complaints are folded into one line."""
-    complaint = io.StringIO()
+    """A command's arguments, all of them known."""
     name = command.__name__.strip("_")
+    with one_line_complaints():
+        return tyro.cli(
+            cls,
+            prog=f"melodi {name}",
+            description=inspect.getdoc(command),
+            args=args,
+            default=default,
+            registry=REGISTRY,
+        )
+
+
+def parse_known(cls: type[Args], args: list[str]) -> tuple[Args, list[str]]:
+    """The arguments that decide what the other defaults are, and all the others."""
+    with one_line_complaints():
+        return tyro.cli(cls, args=args, return_unknown_args=True, add_help=False, registry=REGISTRY)
+
+
+def wants_help(args: list[str]) -> bool:
+    return "-h" in args or "--help" in args
+
+
+@contextlib.contextmanager
+def one_line_complaints() -> Iterator[None]:
+    """What tyro says in a box becomes a ValueError."""
+    complaint = io.StringIO()
     try:
         with contextlib.redirect_stderr(complaint):
-            return tyro.cli(
-                cls, prog=f"melodi {name}", description=command.__doc__, args=args, default=default
-            )
+            yield
     except SystemExit as end:
         if not end.code:
             raise
-        # The box's title line and the pointer to --help are left out.
-        body = re.sub(r"^╭.*$|For full helptext.*", "", complaint.getvalue(), flags=re.M)
-        fail(" ".join(re.sub(r"[─-╿]", " ", body).split()))
+        raise ValueError(without_box(complaint.getvalue())) from None
 
 
-def fail(message: str) -> NoReturn:
-    print(f"melodi: error: {message}", file=sys.stderr)
-    sys.exit(2)
+def without_box(complaint: str) -> str:
+    """The words of a complaint, without its title, its rules, and the help that follows it."""
+    # With UTF-8 the title is in the box's first line, else it is underlined.
+    words = re.sub(r"^╭.*$|\A.*\n *-+ *$|^ *-+ *$|[─-╿]", " ", complaint, flags=re.M)
+    words = re.split(r"Argument helptext:|For full helptext", words)[0]
+    return " ".join(words.replace("Error parsing ", "").split())
 
 
-def take_option(args: list[str], name: str) -> tuple[str | None, list[str]]:
-    """Takes `--name VALUE` out of the arguments: it decides what the other defaults are."""
-    for i, arg in enumerate(args):
-        if arg == name:
-            if i + 1 == len(args):
-                raise ValueError(f"{name} lacks a value: give one")
-            return args[i + 1], args[:i] + args[i + 2 :]
-        if arg.startswith(f"{name}="):
-            return arg.partition("=")[2], args[:i] + args[i + 1 :]
-    return None, args
+def integer(text: str) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        raise ValueError(f"{text!r} is not a whole number") from None
+    if abs(value) >= 2**63:
+        raise ValueError(f"{text} is too large")
+    return value
+
+
+def real(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        raise ValueError(f"{text!r} is not a number") from None
+    if not math.isfinite(value):
+        raise ValueError(f"{text} is not finite")
+    return value
+
+
+REGISTRY = ConstructorRegistry()
+READERS: dict[Any, Callable[[str], Any]] = {int: integer, float: real, str: str, Path: Path}
+
+
+@REGISTRY.primitive_rule
+def read_value(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
+    """Numbers that no machine holds are refused, whatever the flag; absence is shown as none."""
+    kinds = [kind for kind in get_args(info.type) or (info.type,) if kind is not NoneType]
+    optional = len(get_args(info.type)) == 2 and NoneType in get_args(info.type)
+    if len(kinds) != 1 or kinds[0] not in READERS or not (optional or info.type in READERS):
+        return None
+    (kind,) = kinds
+    return PrimitiveConstructorSpec(
+        nargs=1,
+        metavar=kind.__name__.upper(),
+        instance_from_str=lambda texts: (
+            None if optional and texts[0].lower() == "none" else READERS[kind](texts[0])
+        ),
+        is_instance=lambda value: isinstance(value, kind) or (optional and value is None),
+        str_from_instance=lambda value: ["none" if value is None else str(value)],
+    )
+
+
+def check_at_least(least: int, **values: int | None) -> None:
+    """Numbers that were given, by the names of their flags."""
+    for name, value in values.items():
+        if value is not None and value < least:
+            raise ValueError(f"--{name.replace('_', '-')} {value} must be at least {least}")
+
+
+def use_threads(threads: int | None) -> None:
+    """Threads are set here and nowhere else."""
+    check_at_least(1, threads=threads)
+    if threads is not None:
+        import torch
+
+        torch.set_num_threads(threads)
+
+
+def device_named(name: str | None) -> str:
+    """A device that is there; the GPU, if there is one, when none is named."""
+    import torch
+
+    found = ["cpu"]
+    if torch.cuda.is_available():
+        found += ["cuda", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
+    if torch.backends.mps.is_available():
+        found.append("mps")
+    if name is not None and name not in found:
+        raise ValueError(f"--device {name} is not here: choose one of {', '.join(found)}")
+    return name or ("cuda" if "cuda" in found else "cpu")
 
 
 def print_table(title: str, columns: list[str], rows: list[list[str]]) -> None:
+    """A table; on a terminal that is too narrow for it, bare columns with one space between."""
+    from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table
 
+    console = Console()
     table = Table()
     for i, column in enumerate(columns):
         table.add_column(column, justify="right" if i else "left", no_wrap=True)
     for row in rows:
         table.add_row(*row)
+    width = Console(width=1000).measure(table).maximum
+    if width > console.width:
+        table.box, table.show_edge, table.pad_edge, table.padding = SIMPLE_HEAD, False, False, 0
+        width = Console(width=1000).measure(table).maximum
     # Figures are never cut short, however narrow the terminal.
-    console = Console()
-    console.width = max(console.width, Console(width=1000).measure(table).maximum)
+    console.width = max(console.width, width)
     print(title)
     console.print(table)

@@ -4,13 +4,19 @@ import json
 from pathlib import Path
 from typing import Any
 
+from melodi.files import read_json
 from melodi.run import Run
 
 
 def read_metrics(run: Run) -> list[dict[str, Any]]:
     if not run.metrics.exists():
         raise FileNotFoundError(f"{run.folder} has no metrics.jsonl: is it a run folder?")
-    return [json.loads(line) for line in run.metrics.read_text().splitlines()]
+    # A kill can cut the last line short.
+    lines = [line for line in run.metrics.read_text("utf-8").split("\n")[:-1] if line]
+    try:
+        return [json.loads(line) for line in lines]
+    except ValueError as error:
+        raise ValueError(f"{run.metrics} holds a line that is not JSON ({error})") from None
 
 
 def plot_run(folder: str | Path) -> Path:
@@ -18,7 +24,7 @@ def plot_run(folder: str | Path) -> Path:
     try:
         import matplotlib
     except ImportError:
-        raise ValueError("plots need matplotlib: pip install 'melodi-lm[plot]'") from None
+        raise ValueError("plots need matplotlib: pip install matplotlib") from None
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
@@ -28,7 +34,7 @@ def plot_run(folder: str | Path) -> Path:
     plot_loss(loss, metrics)
     plot_gates(gates, metrics)
     plot_positions(position, run.folder)
-    figure.suptitle(str(run.folder))
+    figure.suptitle(str(run.folder), parse_math=False)
     path = run.folder / "report.png"
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
@@ -62,7 +68,7 @@ def plot_positions(axes: Any, folder: Path) -> None:
     )
     if not found:
         return
-    result = json.loads(found[-1].read_text())
+    result = read_json(found[-1])
     for key, label in (("by_position", "memory kept"), ("by_position_without_memory", "dropped")):
         points = [(bucket["first"], bucket["nats"]) for bucket in result.get(key, ())]
         if points:

@@ -12,7 +12,6 @@ import contextlib
 import signal
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -139,12 +138,13 @@ class Trainer:
                     meter = Meter()
                 if self.step % config.validate_every == 0 or done:
                     result = self._validate()
-                stop = self.group.any(interrupted())
+                stop = self.group.any(interrupted.wanted)
                 if self.step % config.save_every == 0 or done or stop:
                     self.save()
                 if stop and not done:
                     raise KeyboardInterrupt(
-                        f"stopped after step {self.step}: the same command with --resume goes on"
+                        f"stopped after step {self.step}: the same command with --resume goes on",
+                        interrupted.signal,
                     )
         return result
 
@@ -383,22 +383,23 @@ class Meter:
 class Interruption:
     """Ctrl-C and SIGTERM end the run after the current step and a checkpoint; twice, at once."""
 
-    def __enter__(self) -> Callable[[], bool]:
+    def __enter__(self) -> "Interruption":
         self.wanted = False
+        self.signal: int = signal.SIGINT
         self.before = {}
         for number in (signal.SIGINT, signal.SIGTERM):
             with contextlib.suppress(ValueError):  # not in the main thread
                 self.before[number] = signal.signal(number, self._note)
-        return lambda: self.wanted
+        return self
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self.before.items():
             signal.signal(number, handler)
 
-    def _note(self, *_: object) -> None:
+    def _note(self, number: int, _frame: object) -> None:
         if self.wanted:
-            raise KeyboardInterrupt
-        self.wanted = True
+            raise KeyboardInterrupt("interrupted", number)
+        self.wanted, self.signal = True, number
 
 
 def set_weights(model: LanguageModel, tensors: dict[str, Tensor]) -> None:
