@@ -13,6 +13,6 @@ __version__ = "0.1.0"
 
 def load(run: Any, weights: str | None = None) -> LanguageModel:
     """The model of a run folder, ready to read, with its tokenizer as `model.tokenizer`."""
-    from melodi.training.checkpoint import load
+    from melodi.run import load
 
     return load(run, weights)

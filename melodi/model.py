@@ -14,7 +14,7 @@ Shapes: B rows, T tokens, t tokens of a piece, S summary tokens, D width, V voca
 import hashlib
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -35,6 +35,7 @@ INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 class LanguageModel(nn.Module):
+    roles: ClassVar[dict[str, str]] = {"summary": "embeddings"}
     tokenizer: Any
     """Set by `load`: the tokenizer that the model was trained with."""
 
@@ -340,6 +341,8 @@ class LanguageModel(nn.Module):
 
 
 class Embedding(nn.Embedding):
+    roles: ClassVar[dict[str, str]] = {"weight": "embeddings"}
+
     def __init__(self, vocab_size: int, width: int, std: float) -> None:
         self.std = std
         super().__init__(vocab_size, width)

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from zoo import KINDS
 
 from melodi.config import ModelConfig
-from melodi.config.training import Machinery, OptimizerConfig, TrainConfig
+from melodi.config.training import Execution, OptimizerConfig, TrainConfig
 from melodi.data.store import TokenStore, prepare
 from melodi.training.distributed import processes
 from melodi.training.trainer import train
@@ -41,8 +41,8 @@ def work(kind: str, sharding: str, steps: int, store: str, run: str, resume: boo
     torch.set_num_threads(1)
     model, config = configs(kind, steps)
     with processes("cpu") as group:
-        machinery = Machinery(sharding=sharding)  # type: ignore[arg-type]
-        train(run, TokenStore.open(store), model, config, machinery, group, resume)
+        execution = Execution(sharding=sharding)  # type: ignore[arg-type]
+        train(run, TokenStore.open(store), model, config, execution, group, resume)
 
 
 def launch(world: int, *args: object) -> None:

@@ -15,9 +15,9 @@ import tyro
 
 from melodi.cli.console import fail, parse, print_table, take_option
 from melodi.config import PRESETS, ModelConfig, preset
-from melodi.config.training import Machinery, TrainConfig, recipe
-from melodi.files import write_json
-from melodi.run import Run, check_store
+from melodi.config.training import Execution, TrainConfig, recipe
+from melodi.files import json_text
+from melodi.run import Run, load
 
 if TYPE_CHECKING:
     from melodi.data.store import TokenStore
@@ -103,7 +103,7 @@ def print_store(store: "TokenStore") -> None:
 class TrainArgs:
     train: Annotated[TrainConfig, Unprefixed]
     model: ModelConfig
-    machinery: Annotated[Machinery, Unprefixed] = field(default_factory=Machinery)
+    execution: Annotated[Execution, Unprefixed] = field(default_factory=Execution)
     data: Path | None = None
     """The token store; needed for a new run."""
     out: Path = Path("run")
@@ -132,30 +132,40 @@ def train(args: list[str]) -> None:
     run = Run(out or "run")
     resumes = "--resume" in rest and run.exists
     if resumes:
-        model, config, data = run.configs()
-        default = TrainArgs(config, model, data=Path(data["path"]))
+        model, config, _ = run.configs()
+        default = TrainArgs(config, model)
     else:
         chosen = name or "laptop-melodi"
         default = TrainArgs(recipe(chosen), preset(chosen))
     options = parse(TrainArgs, train, rest, default)
     if name is None and not resumes:
         raise ValueError("--preset is missing: melodi memory lists all presets")
-    if options.data is None:
-        raise ValueError("--data is missing: make a store with melodi prepare --out STORE")
     if options.threads:
         torch.set_num_threads(options.threads)
-    store = TokenStore.open(options.data)
+    if resumes:
+        store = run.open_store(options.data)
+    elif options.data is None:
+        raise ValueError("--data is missing: make a store with melodi prepare --out STORE")
+    else:
+        store = TokenStore.open(options.data)
     if not resumes and not any(arg.startswith("--model.vocab-size") for arg in rest):
         options.model = replace(options.model, vocab_size=store.vocab_size)
     with processes(options.device) as group:
         result = train_run(
-            run.folder, store, options.model, options.train, options.machinery, group, resumes
+            *(run.folder, store, options.model, options.train, options.execution, group, resumes),
+            preset=name,
         )
-        if group.first and result.predictions:
-            print(
-                f"{run.folder}: {options.train.steps} steps, validation perplexity "
-                f"{result.perplexity:.2f}, {result.bits_per_byte:.3f} bits per byte"
-            )
+        if group.first:
+            print(closing_line(run.folder, options.train.steps, result))
+
+
+def closing_line(folder: Path, steps: int, result: "Evaluation") -> str:
+    if not result.predictions:
+        return f"{folder}: {steps} steps, without validation"
+    return (
+        f"{folder}: {steps} steps, validation perplexity {result.perplexity:.2f}, "
+        f"{result.bits_per_byte:.3f} bits per byte"
+    )
 
 
 @dataclass
@@ -184,62 +194,22 @@ def eval_(args: list[str]) -> None:
     Example: melodi eval runs/first --split validation --json
     """
     import torch
-    from tqdm import tqdm
 
-    from melodi.data.store import TokenStore
-    from melodi.evaluation.documents import choose, evaluate
-    from melodi.training.checkpoint import load
+    from melodi.evaluation.record import evaluate_run, write_record
+    from melodi.training.distributed import device_of
 
     options = parse(EvalArgs, eval_, args)
     if options.threads:
         torch.set_num_threads(options.threads)
-    model = load(options.run)
-    model.to(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    _, config, data = Run(options.run).configs()
-    store = TokenStore.open(options.data or data["path"])
-    check_store(store, data["tokenizer_digest"])
-    documents = store.split(options.split)
-    chosen = choose(documents, options.max_tokens)
-    if not len(documents):
-        raise ValueError(f"the {options.split} split of {store.path} is empty: choose another")
-    tokens = int(sum(documents.lengths[i] for i in chosen))
-    results = []
-    for kept in (True, False):
-        label = "memory kept" if kept else "memory dropped"
-        with tqdm(total=tokens, desc=label, unit="tok", unit_scale=True, disable=None) as bar:
-            results.append(
-                evaluate(
-                    model,
-                    documents,
-                    chosen,
-                    rows=min(options.rows, len(chosen)),
-                    segment_windows=config.segment_windows,
-                    with_memory=kept,
-                    progress=bar.update,
-                )
-            )
-    record = evaluation_record(options.split, *results)
-    write_json(options.run / f"eval-{options.split}.json", record)
+    run = Run(options.run)
+    model = load(options.run).to(device_of(options.device))
+    store = run.open_store(options.data)
+    record = evaluate_run(model, run, store, options.split, options.rows, options.max_tokens)
     if options.json:
-        print(json.dumps(record, indent=2))
+        print(json_text(record, indent=2))
     else:
         print_evaluation(options.run, record)
-
-
-def evaluation_record(split: str, kept: "Evaluation", dropped: "Evaluation") -> dict[str, Any]:
-    return {
-        "split": split,
-        "documents": kept.documents,
-        "tokens": kept.tokens,
-        "predictions": kept.predictions,
-        "bytes": kept.bytes,
-        "perplexity": kept.perplexity,
-        "bits_per_byte": kept.bits_per_byte,
-        "perplexity_without_memory": dropped.perplexity,
-        "bits_per_byte_without_memory": dropped.bits_per_byte,
-        "by_position": kept.by_position(),
-        "by_position_without_memory": dropped.by_position(),
-    }
+    write_record(run, record)
 
 
 def print_evaluation(run: Path, record: dict[str, Any]) -> None:
@@ -278,7 +248,6 @@ def generate(args: list[str]) -> None:
     Example: melodi generate --run runs/first --prompt "def read(" --max-tokens 100 --seed 1
     """
     from melodi.stream import StreamReader
-    from melodi.training.checkpoint import load
 
     options = parse(GenerateArgs, generate, args)
     model = load(options.run)

@@ -23,6 +23,7 @@ from melodi.layers.melodi import LongTermLayer
 from melodi.layers.transformer_xl import MemorizingLayer
 from melodi.memory import MemoryState
 from melodi.model import LanguageModel
+from melodi.sharded import gather
 
 Nats = Callable[[Tensor, Tensor, MemoryState], tuple[Tensor, MemoryState]]
 POSITION_BUCKETS = 24
@@ -174,9 +175,10 @@ def choose(documents: Documents, max_tokens: int | None) -> list[int]:
 
 
 def vital_signs(model: LanguageModel) -> dict[str, float]:
-    """The mean gate of each layer that has one: the share of what is read from long-term memory."""
+    """The mean gate of each layer that has one: the share of what is read from long-term memory.
+    Where the model is sharded, every process must ask at the same time."""
     return {
-        f"gate/{i}": layer.gate.alpha().mean().item()
+        f"gate/{i}": gather(layer.gate.alpha()).mean().item()
         for i, layer in enumerate(model.stack)
         if isinstance(layer, LongTermLayer | MemorizingLayer)
     }

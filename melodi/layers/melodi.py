@@ -15,7 +15,7 @@ E head width, D width, b = 1 or B.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -359,6 +359,8 @@ class TokenMixer(nn.Module):
 
 class Gate(nn.Module):
     """A = α·A_long + (1 - α)·A_self: α = σ(logit) per head, or 1 - σ(logit) per channel."""
+
+    roles: ClassVar[dict[str, str]] = {"logit": "gates"}
 
     def __init__(self, config: ModelConfig, per_channel: bool) -> None:
         super().__init__()

@@ -10,6 +10,7 @@ Shapes: B rows, t query tokens, k keys, H heads, E head width, D width, N layers
 
 import math
 from collections.abc import Callable
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -78,6 +79,8 @@ class Block(nn.Module):
 
 class AttentionScale(nn.Module):
     """How q·k becomes a logit: divided by √E, or of unit vectors times a learned scale per head."""
+
+    roles: ClassVar[dict[str, str]] = {"factor": "gates"}
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()

@@ -8,7 +8,7 @@
 Shapes as in layers.py; R state vectors.
 """
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -169,6 +169,12 @@ class RecurrentLayer(XLLayer):
 
 class RecurrentState(nn.Module):
     """c' = g·c + (1 - g)·y: the state attends to itself and to the window's tokens."""
+
+    roles: ClassVar[dict[str, str]] = {
+        "initial": "embeddings",
+        "position": "embeddings",
+        "gate": "gates",
+    }
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()

@@ -7,12 +7,6 @@ from typing import Any
 from melodi.run import Run
 
 
-def read_metrics(run: Run) -> list[dict[str, Any]]:
-    if not run.metrics.exists():
-        raise FileNotFoundError(f"{run.folder} has no metrics.jsonl: is it a run folder?")
-    return [json.loads(line) for line in run.metrics.read_text().splitlines()]
-
-
 def plot_run(folder: str | Path) -> Path:
     """Loss, gates, and loss by position with and without memory, as RUN/report.png."""
     try:
@@ -23,7 +17,7 @@ def plot_run(folder: str | Path) -> Path:
     from matplotlib import pyplot
 
     run = Run(folder)
-    metrics = read_metrics(run)
+    metrics = run.read_metrics()
     figure, (loss, gates, position) = pyplot.subplots(1, 3, figsize=(15, 4.2), layout="constrained")
     plot_loss(loss, metrics)
     plot_gates(gates, metrics)
