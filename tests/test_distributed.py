@@ -15,6 +15,7 @@ from zoo import KINDS
 from melodi.config import ModelConfig
 from melodi.config.training import Execution, OptimizerConfig, TrainConfig
 from melodi.data.store import TokenStore, prepare
+from melodi.run import Run
 from melodi.training.distributed import processes
 from melodi.training.trainer import train
 
@@ -78,6 +79,12 @@ def assert_close(ours: Path, theirs: Path) -> None:
     )
 
 
+def gates(run: Path) -> list[float]:
+    """The mean gates that were logged last."""
+    last = [record for record in Run(run).read_metrics() if "loss" in record][-1]
+    return [value for name, value in last.items() if name.startswith("gate/")]
+
+
 @pytest.mark.parametrize(
     ("kind", "sharding"),
     [("melodi", "ddp"), ("melodi", "fsdp"), ("block-recurrent", "ddp"), ("memorizing", "fsdp")],
@@ -88,6 +95,8 @@ def test_two_processes_equal_one(kind: str, sharding: str, store: str, tmp_path:
     work(kind, "ddp", 6, store, str(tmp_path / "one"), False)
     launch(2, kind, sharding, 6, store, str(tmp_path / "two"), False)
     assert_close(tmp_path / "one", tmp_path / "two")
+    assert gates(tmp_path / "two") == pytest.approx(gates(tmp_path / "one"), abs=1e-6)
+    assert bool(gates(tmp_path / "one")) == (kind != "block-recurrent")
 
     launch(2, kind, sharding, 3, store, str(tmp_path / "both"), False)
     work(kind, "ddp", 6, store, str(tmp_path / "both"), True)

@@ -83,7 +83,7 @@ class Reporter:
 
     def step_done(self, step: int, meter: Meter) -> None:
         self.bar.update()
-        if step - self.start_step == ESTIMATE_AFTER and step < self.steps:
+        if step - self.start_step == ESTIMATE_AFTER and self._seconds_left(step) > LINE_SECONDS:
             self.say(f"step {step}: the end is expected {self._expected_end(step)}")
         if self.bar.disable and time.monotonic() - self.spoke >= LINE_SECONDS:
             self.spoke = time.monotonic()
@@ -103,10 +103,13 @@ class Reporter:
         if self.first:
             tqdm.write(line, file=sys.stderr)
 
-    def _expected_end(self, step: int) -> str:
+    def _seconds_left(self, step: int) -> float:
         """Validations and saves so far are counted in."""
         each = (time.monotonic() - self.started) / (step - self.start_step)
-        left = each * (self.steps - step)
+        return each * (self.steps - step)
+
+    def _expected_end(self, step: int) -> str:
+        left = self._seconds_left(step)
         form = "%H:%M" if left < 12 * 3600 else "%d %B, %H:%M"
         return f"in {duration(left)}, at {time.strftime(form, time.localtime(time.time() + left))}"
 
