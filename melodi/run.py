@@ -67,7 +67,7 @@ def load(run: str | Path, weights: str | None = None) -> LanguageModel:
 def weights_file(folder: Path, name: str | None = None) -> Path:
     """The named file of weights; without a name the best, or the last where none was validated."""
     names = [BEST, LAST] if name is None else [name]
-    found = [folder / name for name in names if (folder / name).exists()]
+    found = [folder / one for one in names if (folder / one).exists()]
     if not found:
         raise FileNotFoundError(
             f"{folder} has no {' or '.join(names)}: train longer, or resume the run"
@@ -120,8 +120,8 @@ class Run:
         for path in sorted(self.folder.iterdir()) if self.folder.exists() else ():
             if path.name not in {".lock", *ours} and path.suffix != ".partial":
                 raise ValueError(
-                    f"{self.folder} is not empty and holds no run (but {path.name}): choose a new "
-                    "folder as --out"
+                    f"{self.folder} holds {path.name} and no run: choose a new or empty folder as "
+                    "--out"
                 )
 
     def create(

@@ -103,10 +103,11 @@ def test_two_processes_equal_one(kind: str, sharding: str, store: str, tmp_path:
     assert_close(tmp_path / "one", tmp_path / "both")
 
 
-def test_the_same_world_resumes_bit_for_bit(store: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("sharding", ["ddp", "fsdp"])
+def test_the_same_world_resumes_bit_for_bit(sharding: str, store: str, tmp_path: Path) -> None:
     """Two processes that stop and resume end with the weights of two that never stopped."""
-    launch(2, "melodi", "ddp", 6, store, str(tmp_path / "whole"), False)
-    launch(2, "melodi", "ddp", 3, store, str(tmp_path / "parts"), False)
-    launch(2, "melodi", "ddp", 6, store, str(tmp_path / "parts"), True)
+    launch(2, "melodi", sharding, 6, store, str(tmp_path / "whole"), False)
+    launch(2, "melodi", sharding, 3, store, str(tmp_path / "parts"), False)
+    launch(2, "melodi", sharding, 6, store, str(tmp_path / "parts"), True)
     a, b = (load_file(tmp_path / run / "model.safetensors") for run in ("whole", "parts"))
     assert all(torch.equal(a[name], b[name]) for name in a)

@@ -133,10 +133,8 @@ class Trainer:
         self.reporter.say(f"resuming {self.run.folder} after step {step}")
 
     def _introduce(self) -> None:
-        documents = self.store.split("train")
-        for line in introduction(
-            self.run, self.learner.model, documents, self.config, self.group.device
-        ):
+        model, documents = self.learner.model, self.store.split("train")
+        for line in introduction(self.run, model, documents, self.config, self.group.device):
             self.reporter.say(line)
         if not len(self.store.split("validation")):
             self.reporter.say(
@@ -173,17 +171,13 @@ class Trainer:
 
     def _validate(self) -> Evaluation:
         """Validates, and keeps the weights if they are the best so far."""
-        documents = self.store.split("validation")
-        result = validate(
-            self.learner.model, self.learner.forward, documents, self.config, self.group
-        )
+        learner, documents = self.learner, self.store.split("validation")
+        result = validate(learner.model, learner.forward, documents, self.config, self.group)
         if not result.predictions:
             return result
         shares = {}
         if not self.execution.compile:
-            shares = attention_to_memory(
-                self.learner.model, self.learner.forward, documents, self.config
-            )
+            shares = attention_to_memory(learner.model, learner.forward, documents, self.config)
         self.reporter.record(
             {
                 "step": self.step,
@@ -200,7 +194,7 @@ class Trainer:
         )
         if result.loss < self.best:
             self.best = result.loss
-            weights = self.learner.whole_weights()
+            weights = learner.whole_weights()
             if self.group.first:
                 write_tensors(self.run.folder / BEST, weights, {"step": str(self.step)})
         return result
