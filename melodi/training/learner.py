@@ -9,6 +9,7 @@
 """
 
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -158,13 +159,22 @@ class Learner:
         to be known."""
         set_weights(self.model, read_tensors(folder / WEIGHTS)[1], folder / WEIGHTS)
         restore_state(self.optimizer, self.model, read_tensors(folder / MOMENTS)[1])
-        first, count = self.local_rows.start, self.rows_per_part
-        self.states = [
-            load_rows(folder, first + i * count, count).to(self.group.device)
-            for i in range(self.config.accumulate)
-        ]
+        self.states = self._load_memory(folder)
         saved = read_json(folder / TRAINER)
         self.rows.load_state_dict(saved.pop("rows"))
         self.step, self.skipped = saved.pop("step"), saved.pop("skipped")
         self.skips_in_a_row = saved.pop("skips_in_a_row")
         return saved
+
+    def _load_memory(self, folder: Path) -> list[MemoryState]:
+        """The memory of this process's rows, as the model's own: the model would check whose it is
+        in its forward pass, where the weights of a sharded model cannot be gathered."""
+        ours, owner = self.model.fingerprint(), self.model.empty_state(1).owner
+        first, count = self.local_rows.start, self.rows_per_part
+        states = []
+        for i in range(self.config.accumulate):
+            state = load_rows(folder, first + i * count, count).to(self.group.device)
+            if state.owner.fingerprint() != ours:
+                raise ValueError(f"the memory in {folder} was made with other weights than its own")
+            states.append(replace(state, owner=owner))
+        return states
