@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     from melodi.config import ModelConfig
     from melodi.memory import MemoryState
     from melodi.model import LanguageModel
+    from melodi.run import load
     from melodi.stream import StreamReader
-    from melodi.training.checkpoint import load
 
 __all__ = ["LanguageModel", "MemoryState", "ModelConfig", "StreamReader", "load"]
 __version__ = "0.1.0"
@@ -22,7 +22,7 @@ _HOMES = {
     "MemoryState": "melodi.memory",
     "ModelConfig": "melodi.config",
     "StreamReader": "melodi.stream",
-    "load": "melodi.training.checkpoint",
+    "load": "melodi.run",
 }
 
 

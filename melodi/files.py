@@ -1,14 +1,16 @@
 """Files that are whole or absent, whenever the machine stops, and that can be checked.
 
 - Every file is written beside its place and then moved there: the only writer is `replacing`.
-- Tensors are safetensors: no code runs on loading. They are copied into memory of their own,
-  because the last bit of a product depends on the alignment of its inputs.
+- Tensors are safetensors: no code runs on loading. Their checksum is in the header. They are copied
+  into memory of their own, because the last bit of a product depends on its inputs' alignment.
+- JSON is JSON: numbers that are not finite, which it does not have, are written as null.
 - A folder that is being written to is locked: `locked`.
 """
 
 import contextlib
 import hashlib
 import json
+import math
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -16,6 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+CHECKSUM = "checksum"
+"""Where the header of a file of tensors has the checksum of what it holds."""
 
 
 @contextlib.contextmanager
@@ -38,7 +43,20 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    write_text(path, json.dumps(value, indent=2))
+    write_text(path, json_text(value, indent=2))
+
+
+def json_text(value: Any, indent: int | None = None) -> str:
+    """JSON for strict readers."""
+    return json.dumps(_with_nulls(value), indent=indent, allow_nan=False)
+
+
+def _with_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _with_nulls(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_with_nulls(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def read_json(path: Path) -> Any:
@@ -51,7 +69,7 @@ def read_json(path: Path) -> Any:
 def write_tensors(
     path: Path, tensors: "Mapping[str, Tensor]", header: dict[str, str] | None = None
 ) -> None:
-    """Tensors from any device, with a header of strings."""
+    """Tensors from any device, with a header of strings, to which their checksum is added."""
     import torch
     from safetensors import SafetensorError
     from safetensors.torch import save_file
@@ -60,6 +78,7 @@ def write_tensors(
         name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
         for name, tensor in tensors.items()
     }
+    header = {**(header or {}), CHECKSUM: _checksum_of(whole)}
     with replacing(path) as partial:
         try:
             save_file(whole, partial, header)
@@ -68,18 +87,43 @@ def write_tensors(
 
 
 def read_tensors(path: Path) -> "tuple[dict[str, str], dict[str, Tensor]]":
-    """The header and the tensors, each in memory of its own."""
+    """The header and the tensors, each in memory of its own; their checksum, if any, must match."""
+    with _opened(path) as file:
+        header = dict(file.metadata() or {})
+        tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+    if header.pop(CHECKSUM, None) not in (None, _checksum_of(tensors)):
+        raise ValueError(f"{path} is damaged: its checksum differs from what it holds")
+    return header, tensors
+
+
+def read_header(path: Path) -> dict[str, str]:
+    """What a file of tensors says of itself, without reading it all."""
+    with _opened(path) as file:
+        return {key: value for key, value in (file.metadata() or {}).items() if key != CHECKSUM}
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[Any]:
     from safetensors import SafetensorError, safe_open
 
     try:
         with safe_open(path, framework="pt") as file:
-            header = dict(file.metadata() or {})
-            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+            yield file
     except FileNotFoundError:
         raise FileNotFoundError(f"{path} does not exist") from None
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{path} is not a whole safetensors file: {error}") from None
-    return header, tensors
+
+
+def _checksum_of(tensors: "Mapping[str, Tensor]") -> str:
+    """Of names, types, shapes and contents."""
+    import torch
+
+    digest = hashlib.blake2b(digest_size=16)
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode())
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
 
 
 def sync(path: Path) -> None:

@@ -27,7 +27,7 @@ from melodi.layers.frame import Layer, LayerMemory, OpenWindow, Probe, WindowPar
 from melodi.layers.transformer import RelativePositionBias, RMSNorm, Sight, randomise
 from melodi.memory import Fill, Fingerprint, Maker, MemoryState
 from melodi.reading import RaggedRows, Turn, alike, sights, token_sights, turns
-from melodi.sharded import full
+from melodi.sharded import gather
 
 LOSS_CHUNK = 2048
 """Predictions whose logits exist at the same time in `LanguageModel.loss`."""
@@ -140,7 +140,7 @@ class LanguageModel(nn.Module):
         for name, tensor in sorted(self.state_dict().items()):
             digest.update(name.encode())
             # Sharded: every process must ask at the same time.
-            whole = full(tensor).cpu().contiguous().view(-1)
+            whole = gather(tensor).cpu().contiguous().view(-1)
             digest.update(whole.view(torch.uint8).numpy().data)
         return Fingerprint(self.config.digest(), digest.hexdigest())
 

@@ -3,62 +3,139 @@
     config.json        the resolved model and training configs, and which store
     environment.json   versions, machine, commit
     metrics.jsonl      one JSON object per line
-    checkpoints/       what is needed to go on, the last few (checkpoint.py)
+    checkpoints/       what is needed to go on, the last few (training/checkpoint.py)
     best.safetensors   weights with the lowest validation loss
     model.safetensors  weights at the last checkpoint
     tokenizer.*        a copy of the store's
+    eval-SPLIT.json    what a whole split of the run's own store said (evaluation/record.py)
 
-Everything that the result depends on is in `ModelConfig` and `TrainConfig`; `Machinery` is how it
-is carried out.
+Everything that the result depends on is in `ModelConfig` and `TrainConfig`; `Execution` is how it
+is carried out. `load` gives the model of a run.
 """
 
 import dataclasses
+import importlib.metadata
 import json
 import platform
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
-import melodi
 from melodi.config import ModelConfig
-from melodi.config.training import OptimizerConfig, TrainConfig
+from melodi.config.checks import from_dict
+from melodi.config.training import TrainConfig
 from melodi.data.store import TokenStore
-from melodi.files import read_json, write_json, write_text
-from melodi.training.checkpoint import Checkpoints
+from melodi.data.tokenizer import load_tokenizer
+from melodi.files import json_text, read_json, read_tensors, write_json, write_text
+from melodi.model import LanguageModel
+from melodi.sharded import shard_like
+
+Config = TypeVar("Config")
+CONFIG, ENVIRONMENT = "config.json", "environment.json"
+METRICS, CHECKPOINTS = "metrics.jsonl", "checkpoints"
+BEST, LAST = "best.safetensors", "model.safetensors"
+DATA = ("path", "tokenizer_digest", "train_checksum")
+"""What config.json says of the store."""
+
+
+def load(run: str | Path, weights: str | None = None) -> LanguageModel:
+    """The model of a run folder, ready to read: its best weights, or the file named `weights`.
+
+    The tokenizer is `model.tokenizer`.
+    """
+    folder = Path(run)
+    data = Run(folder).read_config()["data"]
+    path = weights_file(folder, weights)
+    model = LanguageModel(Run(folder).part(ModelConfig, "model"))
+    _, tensors = read_tensors(path)
+    set_weights(model, tensors, path)
+    model.tokenizer = load_tokenizer(folder)
+    if model.tokenizer.digest() != data["tokenizer_digest"]:
+        raise ValueError(
+            f"the tokenizer in {folder} is not the one that the run was trained with "
+            f"({model.tokenizer.digest()}, not {data['tokenizer_digest']}): copy that of its "
+            f"store, {data['path']}"
+        )
+    return model.eval()
+
+
+def weights_file(folder: Path, name: str | None = None) -> Path:
+    """The named file of weights; without a name the best, or the last where none was validated."""
+    names = [BEST, LAST] if name is None else [name]
+    found = [folder / one for one in names if (folder / one).exists()]
+    if not found:
+        raise FileNotFoundError(
+            f"{folder} has no {' or '.join(names)}: train longer, or resume the run"
+        )
+    return found[0]
+
+
+def set_weights(model: LanguageModel, tensors: dict[str, Tensor], path: Path) -> None:
+    """Copies the whole tensors of a file into parameters, which may be sharded."""
+    ours = dict(model.named_parameters())
+    if tensors.keys() != ours.keys():
+        odd = sorted(tensors.keys() ^ ours.keys())[0]
+        raise ValueError(f"{path} does not fit the model: {odd!r} is on one side only")
+    for name, tensor in tensors.items():
+        if tensor.shape != ours[name].shape:
+            raise ValueError(
+                f"{path} does not fit the model: {name!r} is {tuple(tensor.shape)}, not "
+                f"{tuple(ours[name].shape)}"
+            )
+    with torch.no_grad():
+        for name, parameter in ours.items():
+            parameter.copy_(shard_like(tensors[name], parameter))
 
 
 class Run:
     """The files of a run."""
 
-    def __init__(self, folder: str | Path, keep: int = 3) -> None:
+    def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
-        self.checkpoints = Checkpoints(self.folder / "checkpoints", keep)
+        self.metrics = self.folder / METRICS
+        self.checkpoints = self.folder / CHECKPOINTS
 
     @property
     def exists(self) -> bool:
-        return (self.folder / "config.json").exists()
+        return (self.folder / CONFIG).exists()
 
     @property
-    def metrics(self) -> Path:
-        return self.folder / "metrics.jsonl"
+    def started(self) -> bool:
+        """Whether there is anything that a step has left behind."""
+        return any((self.folder / name).exists() for name in (METRICS, CHECKPOINTS, BEST, LAST))
 
-    def create(self, model: ModelConfig, train: TrainConfig, store: TokenStore) -> None:
-        if self.exists:
+    def check_new(self) -> None:
+        """A run begins in a folder of its own: new, empty, or where one failed before it began."""
+        if self.exists and self.started:
             raise ValueError(
                 f"{self.folder} already holds a run: continue it with --resume, or choose "
                 "another --out"
             )
+        ours = {CONFIG, ENVIRONMENT, *self._tokenizers()} if self.exists else set()
+        for path in sorted(self.folder.iterdir()) if self.folder.exists() else ():
+            if path.name not in {".lock", *ours} and path.suffix != ".partial":
+                raise ValueError(
+                    f"{self.folder} holds {path.name} and no run: choose a new or empty folder as "
+                    "--out"
+                )
+
+    def create(
+        self, model: ModelConfig, train: TrainConfig, store: TokenStore, preset: str | None = None
+    ) -> None:
+        self.check_new()
         self.folder.mkdir(parents=True, exist_ok=True)
-        store.tokenizer.save(self.folder)
-        write_json(self.folder / "environment.json", environment())
+        for name in self._tokenizers():
+            (self.folder / name).unlink()
+        # First of all, so that a folder in which a kill left the rest out is known as ours.
         write_json(
-            self.folder / "config.json",
+            self.folder / CONFIG,
             {
+                "preset": preset,
                 "model": model.to_dict(),
                 "train": dataclasses.asdict(train),
                 "data": {
@@ -68,53 +145,88 @@ class Run:
                 },
             },
         )
+        self.adopt(store)
+
+    def adopt(self, store: TokenStore) -> None:
+        """Notes where the store is now, and completes what a kill at the very start left out."""
+        config, path = self.read_config(), str(store.path.resolve())
+        if config["data"]["path"] != path:
+            config["data"]["path"] = path
+            write_json(self.folder / CONFIG, config)
+        if not (self.folder / ENVIRONMENT).exists():
+            write_json(self.folder / ENVIRONMENT, environment())
+        if not self._tokenizers():
+            store.tokenizer.save(self.folder)
+
+    def read_config(self) -> dict[str, Any]:
+        """What config.json says, with all its parts."""
+        path = self.folder / CONFIG
+        if not self.exists:
+            raise FileNotFoundError(f"{self.folder} is not a run folder: it has no {CONFIG}")
+        config = read_json(path)
+        for keys in (["model"], ["train"], *[["data", key] for key in DATA]):
+            inner = config
+            for key in keys:
+                if not isinstance(inner, dict) or key not in inner:
+                    raise ValueError(f"{path} lacks {'.'.join(keys)!r}: it is damaged")
+                inner = inner[key]
+        return config
 
     def configs(self) -> tuple[ModelConfig, TrainConfig, dict[str, Any]]:
-        if not self.exists:
-            raise FileNotFoundError(f"{self.folder} is not a run folder: it has no config.json")
-        config = read_json(self.folder / "config.json")
-        train = dict(config["train"])
-        optimizer = OptimizerConfig(
-            **{**train.pop("optimizer"), "betas": tuple(config["train"]["optimizer"]["betas"])}
-        )
+        """The model, how it is trained, and what is known of the store."""
         return (
-            ModelConfig.from_dict(config["model"]),
-            TrainConfig(optimizer=optimizer, **train),
-            config["data"],
+            self.part(ModelConfig, "model"),
+            self.part(TrainConfig, "train"),
+            self.read_config()["data"],
         )
 
+    def part(self, cls: type[Config], key: str) -> Config:
+        """One of the configs in config.json."""
+        try:
+            return from_dict(cls, self.read_config()[key])
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{self.folder / CONFIG} is damaged in {key!r}: {error}") from None
+
+    def open_store(self, path: str | Path | None = None) -> TokenStore:
+        """The run's own store, or another that was made with the same tokenizer."""
+        data = self.read_config()["data"]
+        if path is None and not Path(data["path"]).exists():
+            raise ValueError(
+                f"the store of run {self.folder} is gone: {data['path']} does not exist; say with "
+                "--data where it is"
+            )
+        store = TokenStore.open(path or data["path"])
+        check_store(store, data["tokenizer_digest"])
+        return store
+
     def log(self, record: dict[str, Any]) -> None:
-        with self.metrics.open("a") as file:
-            file.write(json.dumps(record) + "\n")
+        with self.metrics.open("a", encoding="utf-8") as file:
+            file.write(json_text(record) + "\n")
+
+    def read_metrics(self) -> list[dict[str, Any]]:
+        """All records; a last line that a kill cut short is no record."""
+        if not self.metrics.exists():
+            raise FileNotFoundError(f"{self.folder} has no {METRICS}: is it a run folder?")
+        records, lines = [], self.metrics.read_text(encoding="utf-8").splitlines()
+        for number, line in enumerate(lines, 1):
+            try:
+                records.append(json.loads(line))
+            except ValueError as error:
+                if number < len(lines):
+                    raise ValueError(
+                        f"{self.metrics} is damaged in line {number} ({error}): remove that line"
+                    ) from None
+        return records
 
     def rewind(self, step: int) -> None:
         """Drops the metrics of steps that will be taken again."""
         if self.metrics.exists():
-            lines = self.metrics.read_text().splitlines()
+            lines = self.metrics.read_text(encoding="utf-8").splitlines()
             kept = [line for line in lines if _step_of(line) <= step]
             write_text(self.metrics, "".join(f"{line}\n" for line in kept))
 
-
-def extended(ours: TrainConfig, wanted: TrainConfig) -> TrainConfig:
-    """The config of a run that goes on: only the steps may change, and only within the schedule."""
-    horizon = ours.horizon or ours.steps
-    if wanted.steps > horizon:
-        raise ValueError(
-            f"--steps {wanted.steps} goes beyond the schedule of this run, which ends at step "
-            f"{horizon}: a run of {wanted.steps} steps would have had other learning rates from "
-            f"the start; begin a new one, with --horizon if it is to stop on the way"
-        )
-    wanted = replace(wanted, horizon=horizon)
-    for field in dataclasses.fields(TrainConfig):
-        before, after = (
-            getattr(config, field.name) for config in (replace(ours, horizon=horizon), wanted)
-        )
-        if before != after and field.name != "steps":
-            raise ValueError(
-                f"{field.name}={after} differs from the run's {before}: resume without it, or "
-                "begin a new run"
-            )
-    return wanted
+    def _tokenizers(self) -> list[str]:
+        return [path.name for path in self.folder.glob("tokenizer*")]
 
 
 def check_store(store: TokenStore, digest: str) -> None:
@@ -125,30 +237,18 @@ def check_store(store: TokenStore, digest: str) -> None:
         )
 
 
-def check_same_data(store: TokenStore, checksum: str) -> None:
-    if train_checksum(store) != checksum:
-        raise ValueError(
-            f"store {store.path} holds other training documents than the run began with: give the "
-            "run's own store"
-        )
-
-
 def train_checksum(store: TokenStore) -> str:
     return str(store.manifest["splits"]["train"]["checksums"]["tokens"])
 
 
-def check_vocabulary(model: ModelConfig, store: TokenStore) -> None:
-    if model.vocab_size < store.vocab_size:
-        raise ValueError(
-            f"vocab_size={model.vocab_size} is too small for store {store.path}, which has "
-            f"{store.vocab_size} tokens: set it to {store.vocab_size}"
-        )
-
-
 def environment() -> dict[str, Any]:
     """What the run was made with."""
+    try:
+        version: str | None = importlib.metadata.version("melodi-lm")
+    except importlib.metadata.PackageNotFoundError:  # used from its source, not installed
+        version = None
     return {
-        "melodi": melodi.__version__,
+        "melodi": version,
         "commit": _commit(),
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -159,22 +259,25 @@ def environment() -> dict[str, Any]:
     }
 
 
-def _commit() -> str | None:
-    """The commit of a source checkout, with a plus where it has been changed."""
-    here = ["git", "-C", str(Path(__file__).parent)]
+def _commit(file: Path = Path(__file__)) -> str | None:
+    """The commit of a source checkout, with a plus where tracked files have been changed; none
+    where the package only lies inside somebody else's repository."""
+
+    def git(*command: str) -> str:
+        line = ["git", "-C", str(file.parent), *command]
+        return subprocess.run(line, capture_output=True, text=True, check=True).stdout.strip()
+
     try:
-        commit = subprocess.run(
-            [*here, "rev-parse", "HEAD"], capture_output=True, text=True, check=True
-        )
-        changed = subprocess.run([*here, "status", "--porcelain"], capture_output=True, text=True)
+        git("ls-files", "--error-unmatch", file.name)
+        changed = git("status", "--porcelain", "--untracked-files=no")
+        return git("rev-parse", "HEAD") + ("+" if changed else "")
     except (OSError, subprocess.CalledProcessError):
         return None
-    return commit.stdout.strip() + ("+" if changed.stdout.strip() else "")
 
 
 def _step_of(line: str) -> int:
     """The step of a line of metrics; a line cut short by a kill belongs to none."""
     try:
         return int(json.loads(line)["step"])
-    except (ValueError, KeyError):
+    except (ValueError, KeyError, TypeError):
         return sys.maxsize

@@ -10,7 +10,7 @@ def is_sharded(tensor: Tensor) -> bool:
     return hasattr(tensor, "placements")
 
 
-def full(tensor: Tensor) -> Tensor:
+def gather(tensor: Tensor) -> Tensor:
     """The whole of a sharded tensor; ordinary tensors as they are."""
     sharded: Any = tensor
     return sharded.full_tensor() if is_sharded(tensor) else tensor

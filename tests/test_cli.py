@@ -242,15 +242,15 @@ def test_a_terminated_training_says_so(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """SIGTERM ends a training after its step, with a checkpoint, a line, and 143."""
-    from melodi.training.trainer import Trainer
+    from melodi.training.learner import Learner
 
-    take_step = Trainer.take_step
+    take_step = Learner.take_step
 
-    def terminated(trainer: Trainer) -> dict[str, float]:
+    def terminated(learner: Learner) -> dict[str, float]:
         os.kill(os.getpid(), signal.SIGTERM)
-        return take_step(trainer)
+        return take_step(learner)
 
-    monkeypatch.setattr(Trainer, "take_step", terminated)
+    monkeypatch.setattr(Learner, "take_step", terminated)
     new = f"--preset laptop-melodi --data {folder}/store --out {folder}/stopped"
     with pytest.raises(SystemExit) as end:
         main(["train", *new.split(), *TINY])
@@ -289,7 +289,7 @@ def test_eval_prints_before_it_writes(
     def full(*_: object) -> None:
         raise OSError("no space left")
 
-    monkeypatch.setattr("melodi.cli.evaluate.write_json", full)
+    monkeypatch.setattr("melodi.evaluation.record.write_record", full)
     with pytest.raises(SystemExit):
         main(["eval", str(folder / "run"), "--device", "cpu"])
     out, err = capsys.readouterr()
@@ -327,7 +327,7 @@ def test_report_takes_any_name(folder: Path, capsys: pytest.CaptureFixture[str])
     assert printed(capsys, f"report '{run}'") == f"{run}/report.png\n"
     assert (run / "report.png").stat().st_size
     (run / "metrics.jsonl").write_text(f"nonsense\n{metrics}")
-    assert "metrics.jsonl holds a line that is not JSON" in refused(capsys, f"report '{run}'")
+    assert "metrics.jsonl is damaged in line 1" in refused(capsys, f"report '{run}'")
 
 
 def test_a_plain_locale_is_enough(folder: Path) -> None:

@@ -13,9 +13,10 @@ from safetensors.torch import load_file
 from zoo import KINDS
 
 from melodi.config import ModelConfig
-from melodi.config.training import Machinery, OptimizerConfig, TrainConfig
+from melodi.config.training import Execution, OptimizerConfig, TrainConfig
 from melodi.data.prepare import prepare
 from melodi.data.store import TokenStore
+from melodi.run import Run
 from melodi.training.distributed import processes
 from melodi.training.trainer import train
 
@@ -42,8 +43,8 @@ def work(kind: str, sharding: str, steps: int, store: str, run: str, resume: boo
     torch.set_num_threads(1)
     model, config = configs(kind, steps)
     with processes("cpu") as group:
-        machinery = Machinery(sharding=sharding)  # type: ignore[arg-type]
-        train(run, TokenStore.open(store), model, config, machinery, group, resume)
+        execution = Execution(sharding=sharding)  # type: ignore[arg-type]
+        train(run, TokenStore.open(store), model, config, execution, group, resume)
 
 
 def launch(world: int, *args: object) -> None:
@@ -79,6 +80,12 @@ def assert_close(ours: Path, theirs: Path) -> None:
     )
 
 
+def gates(run: Path) -> list[float]:
+    """The mean gates that were logged last."""
+    last = [record for record in Run(run).read_metrics() if "loss" in record][-1]
+    return [value for name, value in last.items() if name.startswith("gate/")]
+
+
 @pytest.mark.parametrize(
     ("kind", "sharding"),
     [("melodi", "ddp"), ("melodi", "fsdp"), ("block-recurrent", "ddp"), ("memorizing", "fsdp")],
@@ -89,16 +96,19 @@ def test_two_processes_equal_one(kind: str, sharding: str, store: str, tmp_path:
     work(kind, "ddp", 6, store, str(tmp_path / "one"), False)
     launch(2, kind, sharding, 6, store, str(tmp_path / "two"), False)
     assert_close(tmp_path / "one", tmp_path / "two")
+    assert gates(tmp_path / "two") == pytest.approx(gates(tmp_path / "one"), abs=1e-6)
+    assert bool(gates(tmp_path / "one")) == (kind != "block-recurrent")
 
     launch(2, kind, sharding, 3, store, str(tmp_path / "both"), False)
     work(kind, "ddp", 6, store, str(tmp_path / "both"), True)
     assert_close(tmp_path / "one", tmp_path / "both")
 
 
-def test_the_same_world_resumes_bit_for_bit(store: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("sharding", ["ddp", "fsdp"])
+def test_the_same_world_resumes_bit_for_bit(sharding: str, store: str, tmp_path: Path) -> None:
     """Two processes that stop and resume end with the weights of two that never stopped."""
-    launch(2, "melodi", "ddp", 6, store, str(tmp_path / "whole"), False)
-    launch(2, "melodi", "ddp", 3, store, str(tmp_path / "parts"), False)
-    launch(2, "melodi", "ddp", 6, store, str(tmp_path / "parts"), True)
+    launch(2, "melodi", sharding, 6, store, str(tmp_path / "whole"), False)
+    launch(2, "melodi", sharding, 3, store, str(tmp_path / "parts"), False)
+    launch(2, "melodi", sharding, 6, store, str(tmp_path / "parts"), True)
     a, b = (load_file(tmp_path / run / "model.safetensors") for run in ("whole", "parts"))
     assert all(torch.equal(a[name], b[name]) for name in a)

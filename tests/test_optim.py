@@ -20,16 +20,9 @@ from melodi.layers.block_recurrent import RecurrentState
 from melodi.layers.gate import Gate
 from melodi.layers.melodi import TokenMixer
 from melodi.layers.transformer import AttentionScale
-from melodi.sharded import full
-from melodi.training.optimizers import (
-    Adafactor,
-    Muon,
-    flatten_state,
-    make_optimizer,
-    parameter_groups,
-    restore_state,
-    schedule,
-)
+from melodi.sharded import gather
+from melodi.training.optimizers import Adafactor, Muon, make_optimizer, schedule
+from melodi.training.parameters import flatten_state, parameter_groups, restore_state
 
 OFFICIAL = Path(__file__).parents[2] / "shared" / "golden" / "adafactor.npz"
 OPTIMIZERS = ("adafactor", "adamw", "muon")
@@ -305,7 +298,7 @@ def test_refuses_impossible_settings(changes: dict[str, object], message: str) -
 
 
 def whole_parameters(model: nn.Module) -> dict[str, Tensor]:
-    return {key: full(parameter).detach() for key, parameter in model.named_parameters()}
+    return {key: gather(parameter).detach() for key, parameter in model.named_parameters()}
 
 
 def compare_sharded_with_whole(rank: int, folder: str) -> None:

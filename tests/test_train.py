@@ -15,59 +15,23 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from tiny_runs import ALONE, CONFIG, flip, make_store, model_config, same, start, weights
 from zoo import KINDS
 
 import melodi
-from melodi.config import ModelConfig
-from melodi.config.training import Machinery, OptimizerConfig, TrainConfig
+from melodi.config.training import Execution, OptimizerConfig
 from melodi.data.prepare import prepare
 from melodi.data.store import Documents, TokenStore
 from melodi.evaluation.documents import Evaluation, choose, evaluate
-from melodi.run import Run
+from melodi.training.checkpoint import Checkpoints
 from melodi.training.distributed import Processes
+from melodi.training.learner import Learner
 from melodi.training.trainer import Trainer, train
-
-ALONE = Processes(0, 1, torch.device("cpu"))
-CONFIG = TrainConfig(
-    optimizer=OptimizerConfig("adamw", peak=1e-2, floor=1e-3, warmup=2),
-    steps=8,
-    rows=4,
-    segment_windows=2,
-    validate_every=3,
-    validation_tokens=100,
-    save_every=2,
-)
 
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> TokenStore:
-    """Documents of very different lengths, as bytes."""
-    folder = tmp_path_factory.mktemp("corpus")
-    random = np.random.default_rng(0)
-    for i in range(24):
-        words = random.choice(["melodi", "reads", "a", "book", "and", "remembers"], 4 + 9 * (i % 7))
-        (folder / f"{i:02}.txt").write_text(f"{i} " + " ".join(words))
-    return prepare([folder], folder / "store", tokenizer="bytes", workers=1)
-
-
-def model_config(kind: str = "melodi", **changes: object) -> ModelConfig:
-    return replace(KINDS[kind], vocab_size=257, dropout=0.1, **changes)
-
-
-def weights(run: Path) -> dict[str, torch.Tensor]:
-    return load_file(run / "model.safetensors")
-
-
-def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
-
-
-def start(folder: Path, store: TokenStore, **changes: object) -> Trainer:
-    """A new run that has not taken a step."""
-    config = replace(CONFIG, **changes)
-    run = Run(folder)
-    run.create(model_config(), config, store)
-    return Trainer(run, store, model_config(), config, Machinery(), ALONE)
+    return make_store(tmp_path_factory.mktemp("corpus"))
 
 
 @pytest.mark.parametrize("kind", ["melodi", "block-recurrent", "memorizing"])
@@ -80,11 +44,11 @@ def test_resuming_equals_never_stopping(
         CONFIG, optimizer=OptimizerConfig(optimizer, peak=1e-2, floor=1e-3, warmup=2), accumulate=2
     )
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    train(whole, store, model_config(kind), config, Machinery(), ALONE)
-    train(parts, store, model_config(kind), replace(config, steps=3, horizon=8), Machinery(), ALONE)
+    train(whole, store, model_config(kind), config, Execution(), ALONE)
+    train(parts, store, model_config(kind), replace(config, steps=3, horizon=8), Execution(), ALONE)
     for steps in (5, 8):
         longer = replace(config, steps=steps, horizon=8)
-        train(parts, store, model_config(kind), longer, Machinery(), ALONE, resume=True)
+        train(parts, store, model_config(kind), longer, Execution(), ALONE, resume=True)
     assert same(weights(whole), weights(parts))
     last = "checkpoints/step-00000008"
     for name in ("optimizer.safetensors", "memory-rows-000000-000001.safetensors"):
@@ -109,10 +73,10 @@ def test_accumulation_changes_no_step(store: TokenStore, tmp_path: Path) -> None
     for parts in (1, 4):
         config = replace(CONFIG, accumulate=parts)
         model = replace(model_config(), dropout=0.0)
-        trainer = Trainer(Run(tmp_path), store, model, config, Machinery(), ALONE)
-        segment = trainer.walker.next()
-        trainer._gradients(segment, trainer.walker.predictions)
-        grads.append([p.grad for p in trainer.model.parameters()])
+        learner = Learner(model, store.split("train"), config, Execution(), ALONE)
+        segment = learner.walker.next()
+        learner._gradients(segment, learner.walker.predictions)
+        grads.append([p.grad for p in learner.model.parameters()])
     for a, b in zip(*grads, strict=True):
         torch.testing.assert_close(a, b)
 
@@ -122,15 +86,13 @@ def test_a_damaged_checkpoint_is_passed_over(
 ) -> None:
     """Truncated or changed files are noticed by checksum; the checkpoint before is used."""
     run = tmp_path / "run"
-    train(run, store, model_config(), CONFIG, Machinery(), ALONE)
+    train(run, store, model_config(), CONFIG, Execution(), ALONE)
     expected = weights(run)
     newest = run / "checkpoints" / "step-00000008" / "model.safetensors"
     newest.write_bytes(newest.read_bytes()[:-10])
     older = run / "checkpoints" / "step-00000006" / "optimizer.safetensors"
-    flipped = bytearray(older.read_bytes())
-    flipped[-1] ^= 1
-    older.write_bytes(flipped)
-    train(run, store, model_config(), CONFIG, Machinery(), ALONE, resume=True)
+    flip(older)
+    train(run, store, model_config(), CONFIG, Execution(), ALONE, resume=True)
     said = capsys.readouterr().err
     assert "step-00000008 is damaged (model.safetensors does not match" in said
     assert "step-00000006 is damaged (optimizer.safetensors does not match" in said
@@ -177,7 +139,7 @@ def test_a_kill_in_the_middle_of_a_save(store: TokenStore, tmp_path: Path) -> No
     half = tmp_path / "run" / "checkpoints" / "step-00000010.partial"
     half.mkdir()
     (half / "model.safetensors").write_bytes(b"half")
-    again = Trainer(trainer.run, store, model_config(), CONFIG, Machinery(), ALONE)
+    again = Trainer(trainer.run, store, model_config(), CONFIG, Execution(), ALONE)
     again.restore()
     assert again.step == 8
     again.save()
@@ -196,18 +158,18 @@ def test_a_full_disk_leaves_the_last_checkpoint(
     """A save that fails is an OSError, and resuming goes on from the save before."""
     trainer = start(tmp_path / "run", store)
     for _ in range(2):
-        trainer.take_step()
+        trainer.learner.take_step()
     trainer.save()
 
     def full_disk(path: Path, *_: object) -> None:
         raise OSError(28, "No space left on device", str(path))
 
-    trainer.take_step()
+    trainer.learner.take_step()
     with monkeypatch.context() as broken:
-        broken.setattr(melodi.training.trainer, "write_tensors", full_disk)
+        broken.setattr(melodi.training.learner, "write_tensors", full_disk)
         with pytest.raises(OSError, match="No space left"):
             trainer.save()
-    again = Trainer(trainer.run, store, model_config(), CONFIG, Machinery(), ALONE)
+    again = Trainer(trainer.run, store, model_config(), CONFIG, Execution(), ALONE)
     again.restore()
     assert again.step == 2
 
@@ -216,64 +178,63 @@ def test_ctrl_c_saves_and_stops(store: TokenStore, tmp_path: Path) -> None:
     """One SIGINT ends the run after the step with a checkpoint; resuming completes it."""
     start(tmp_path / "whole", store).run_all()
     trainer = start(tmp_path / "run", store)
-    take_step = trainer.take_step
+    take_step = trainer.learner.take_step
 
     def interrupted_step() -> dict[str, float]:
         if trainer.step == 4:
             os.kill(os.getpid(), signal.SIGINT)
         return take_step()
 
-    trainer.take_step = interrupted_step  # type: ignore[method-assign]
+    trainer.learner.take_step = interrupted_step  # type: ignore[method-assign]
     with pytest.raises(KeyboardInterrupt, match="stopped after step 5"):
         trainer.run_all()
-    train(tmp_path / "run", store, model_config(), CONFIG, Machinery(), ALONE, resume=True)
+    train(tmp_path / "run", store, model_config(), CONFIG, Execution(), ALONE, resume=True)
     assert same(weights(tmp_path / "whole"), weights(tmp_path / "run"))
 
 
 def test_steps_that_are_not_finite_are_skipped(store: TokenStore, tmp_path: Path) -> None:
     """Weights and memory stay as they were, the skip is counted, and after five the run stops with
     the last good checkpoint intact."""
-    trainer = start(tmp_path / "run", store)
-    trainer.take_step()
+    trainer = start(tmp_path / "run", store, save_every=9)
+    learner = trainer.learner
+    learner.take_step()
     trainer.save()
-    before = {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
-    gradients = trainer._gradients
+    before = {name: tensor.clone() for name, tensor in learner.model.state_dict().items()}
+    gradients = learner._gradients
 
     def poisoned(*args: object) -> object:
         result = gradients(*args)
-        next(iter(trainer.model.parameters())).grad.fill_(float("nan"))
+        next(iter(learner.model.parameters())).grad.fill_(float("nan"))
         return result
 
-    trainer._gradients = poisoned  # type: ignore[method-assign]
-    trainer.take_step()
-    assert trainer.skipped == 1
-    assert same(before, trainer.model.state_dict())
-    assert all(t.isfinite().all() for state in trainer.states for m in state.layers for t in m)
-    for _ in range(3):
-        trainer.take_step()
+    learner._gradients = poisoned  # type: ignore[method-assign]
+    learner.take_step()
+    assert learner.skipped == 1
+    assert same(before, learner.model.state_dict())
+    assert all(t.isfinite().all() for state in learner.states for m in state.layers for t in m)
     with pytest.raises(ValueError, match=r"5 steps in a row, up to step 6.*step-00000001"):
-        trainer.take_step()
-    assert Run(tmp_path / "run").checkpoints.newest(print) is not None
+        trainer.run_all()
+    assert Checkpoints(tmp_path / "run" / "checkpoints", keep=3).newest_whole(print) == 1
 
 
 REFUSED = {
     "already holds a run": lambda run, store: train(
-        run, store, model_config(), CONFIG, Machinery(), ALONE
+        run, store, model_config(), CONFIG, Execution(), ALONE
     ),
     "beyond the schedule of this run, which ends at step 8": lambda run, store: train(
-        run, store, model_config(), replace(CONFIG, steps=20), Machinery(), ALONE, resume=True
+        run, store, model_config(), replace(CONFIG, steps=20), Execution(), ALONE, resume=True
     ),
     "rows=8 differs from the run's 4": lambda run, store: train(
-        run, store, model_config(), replace(CONFIG, rows=8), Machinery(), ALONE, resume=True
+        run, store, model_config(), replace(CONFIG, rows=8), Execution(), ALONE, resume=True
     ),
     "the model differs": lambda run, store: train(
-        run, store, model_config(branching=False), CONFIG, Machinery(), ALONE, resume=True
+        run, store, model_config(branching=False), CONFIG, Execution(), ALONE, resume=True
     ),
     "vocab_size=23 is too small": lambda run, store: train(
-        run / "new", store, KINDS["melodi"], CONFIG, Machinery(), ALONE
+        run / "new", store, KINDS["melodi"], CONFIG, Execution(), ALONE
     ),
     "accumulate=3 does not divide": lambda run, store: train(
-        run / "new", store, model_config(), replace(CONFIG, accumulate=3), Machinery(), ALONE
+        run / "new", store, model_config(), replace(CONFIG, accumulate=3), Execution(), ALONE
     ),
     "rows=4 cannot be shared by 3": lambda *_: Processes(0, 3, torch.device("cpu")).share(4),
 }
@@ -282,7 +243,7 @@ REFUSED = {
 @pytest.fixture(scope="module")
 def finished(store: TokenStore, tmp_path_factory: pytest.TempPathFactory) -> Path:
     run = tmp_path_factory.mktemp("runs") / "run"
-    train(run, store, model_config(), CONFIG, Machinery(), ALONE)
+    train(run, store, model_config(), CONFIG, Execution(), ALONE)
     return run
 
 
@@ -298,13 +259,13 @@ def test_other_documents_are_refused(finished: Path, tmp_path: Path) -> None:
     (tmp_path / "other.txt").write_text("another book " * 9)
     other = prepare([tmp_path / "other.txt"], tmp_path / "store", tokenizer="bytes", workers=1)
     with pytest.raises(ValueError, match="other training documents than the run began with"):
-        train(finished, other, model_config(), CONFIG, Machinery(), ALONE, resume=True)
+        train(finished, other, model_config(), CONFIG, Execution(), ALONE, resume=True)
 
 
 def test_training_learns_and_the_gate_moves(store: TokenStore, tmp_path: Path) -> None:
     """The loss falls, and the memory's vital signs are reported."""
     config = replace(CONFIG, steps=30, validate_every=30, save_every=30)
-    train(tmp_path / "run", store, model_config(), config, Machinery(log_every=5), ALONE)
+    train(tmp_path / "run", store, model_config(), config, Execution(log_every=5), ALONE)
     records = [
         json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()
     ]
@@ -315,12 +276,12 @@ def test_training_learns_and_the_gate_moves(store: TokenStore, tmp_path: Path) -
     assert 0 < records[-1]["past"] < 1
 
 
-def test_machinery_changes_no_step(store: TokenStore, tmp_path: Path) -> None:
+def test_execution_changes_no_step(store: TokenStore, tmp_path: Path) -> None:
     """Windows computed again give the same weights; TensorBoard is written where asked for."""
     config = replace(CONFIG, steps=3)
-    train(tmp_path / "plain", store, model_config(), config, Machinery(), ALONE)
-    machinery = Machinery(checkpoint_windows=True, tensorboard=True)
-    train(tmp_path / "again", store, model_config(), config, machinery, ALONE)
+    train(tmp_path / "plain", store, model_config(), config, Execution(), ALONE)
+    execution = Execution(checkpoint_windows=True, tensorboard=True)
+    train(tmp_path / "again", store, model_config(), config, execution, ALONE)
     a, b = weights(tmp_path / "plain"), weights(tmp_path / "again")
     for name in a:
         torch.testing.assert_close(a[name], b[name])
@@ -330,11 +291,12 @@ def test_machinery_changes_no_step(store: TokenStore, tmp_path: Path) -> None:
 def test_bf16_keeps_weights_and_memory_in_float32(store: TokenStore, tmp_path: Path) -> None:
     trainer = start(tmp_path / "run", store, precision="bf16", steps=3)
     trainer.run_all()
-    tensors = [*trainer.model.parameters(), *trainer.states[0].layers[1]]
+    learner = trainer.learner
+    tensors = [*learner.model.parameters(), *learner.states[0].layers[1]]
     assert {tensor.dtype for tensor in tensors} == {torch.float32}
     exact = start(tmp_path / "exact", store, steps=3)
     exact.run_all()
-    for a, b in zip(trainer.model.parameters(), exact.model.parameters(), strict=True):
+    for a, b in zip(learner.model.parameters(), exact.learner.model.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=0.05)
 
 
@@ -343,8 +305,8 @@ def test_compiled_layers_train_alike(store: TokenStore, tmp_path: Path) -> None:
     """`--compile` ends with the weights of eager training, up to rounding."""
     config = replace(CONFIG, steps=2, validate_every=9, save_every=9)
     model = replace(model_config(), dropout=0.0, layers=("long",))
-    train(tmp_path / "eager", store, model, config, Machinery(), ALONE)
-    train(tmp_path / "compiled", store, model, config, Machinery(compile=True), ALONE)
+    train(tmp_path / "eager", store, model, config, Execution(), ALONE)
+    train(tmp_path / "compiled", store, model, config, Execution(compile=True), ALONE)
     a, b = weights(tmp_path / "eager"), weights(tmp_path / "compiled")
     for name in a:
         torch.testing.assert_close(a[name], b[name], rtol=0, atol=1e-4)
@@ -417,7 +379,7 @@ def test_training_verifies_the_tokens(store: TokenStore, tmp_path: Path) -> None
     tokens[7] ^= 1
     (bad / "train.tokens").write_bytes(tokens)
     with pytest.raises(ValueError, match=r"train.tokens is damaged"):
-        train(tmp_path / "run", TokenStore.open(bad), model_config(), CONFIG, Machinery(), ALONE)
+        train(tmp_path / "run", TokenStore.open(bad), model_config(), CONFIG, Execution(), ALONE)
     assert not (tmp_path / "run").exists()
 
 
@@ -425,7 +387,7 @@ def test_training_without_validation_documents(tmp_path: Path) -> None:
     """A store with one document trains, says that there is nothing to validate on, and loads."""
     (tmp_path / "only.txt").write_text("a single document " * 9)
     lone = prepare([tmp_path / "only.txt"], tmp_path / "store", tokenizer="bytes", workers=1)
-    train(tmp_path / "run", lone, model_config(), CONFIG, Machinery(), ALONE)
+    train(tmp_path / "run", lone, model_config(), CONFIG, Execution(), ALONE)
     assert same(melodi.load(tmp_path / "run").state_dict(), weights(tmp_path / "run"))
 
 

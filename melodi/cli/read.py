@@ -37,8 +37,8 @@ def generate(args: list[str]) -> None:
     use_threads(options.threads)
     device = device_named(options.device)
     from melodi.data.detokenizer import Detokenizer
+    from melodi.run import load
     from melodi.stream import StreamReader
-    from melodi.training.checkpoint import load
 
     model = load(options.run)
     model.to(device)

@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING, Annotated
 
 from melodi.cli.console import UNPREFIXED, device_named, parse, parse_known, use_threads, wants_help
 from melodi.config import ModelConfig, preset
-from melodi.config.training import Machinery, TrainConfig, recipe
+from melodi.config.training import Execution, TrainConfig, recipe
 
 if TYPE_CHECKING:
     from melodi.data.store import TokenStore
+    from melodi.evaluation.documents import Evaluation
 
 
 @dataclass
@@ -30,7 +31,7 @@ class TrainStart:
 class TrainArgs(TrainStart):
     train: Annotated[TrainConfig, UNPREFIXED]
     model: ModelConfig
-    machinery: Annotated[Machinery, UNPREFIXED] = field(default_factory=Machinery)
+    execution: Annotated[Execution, UNPREFIXED] = field(default_factory=Execution)
     threads: int | None = None
     """CPU threads; torch's own choice when not given."""
     device: str | None = None
@@ -51,25 +52,34 @@ def train(args: list[str]) -> None:
     use_threads(options.threads)
     if options.device is not None:
         device_named(options.device)
+    from melodi.run import Run
     from melodi.training.distributed import processes
     from melodi.training.trainer import train as train_run
 
-    store = open_store(options.data)
+    run = Run(options.out)
+    store = run.open_store(options.data) if default.resume else open_store(options.data)
     with processes(options.device) as group:
         result = train_run(
             options.out,
             store,
             options.model,
             options.train,
-            options.machinery,
+            options.execution,
             group,
             resume=default.resume,
+            preset=start.preset,
         )
-        if group.first and result.predictions:
-            print(
-                f"{options.out}: {options.train.steps} steps, validation perplexity "
-                f"{result.perplexity:.2f}, {result.bits_per_byte:.3f} bits per byte"
-            )
+        if group.first:
+            print(closing_line(options.out, options.train.steps, result))
+
+
+def closing_line(folder: Path, steps: int, result: "Evaluation") -> str:
+    if not result.predictions:
+        return f"{folder}: {steps} steps done, nothing was validated"
+    return (
+        f"{folder}: {steps} steps, validation perplexity {result.perplexity:.2f}, "
+        f"{result.bits_per_byte:.3f} bits per byte"
+    )
 
 
 def defaults(start: TrainStart) -> TrainArgs:
@@ -79,8 +89,8 @@ def defaults(start: TrainStart) -> TrainArgs:
 
     run = Run(start.out)
     if start.resume and run.exists:
-        model, config, data = run.configs()
-        return TrainArgs(train=config, model=model, data=Path(data["path"]), resume=True)
+        model, config, _ = run.configs()
+        return TrainArgs(train=config, model=model, resume=True)
     if start.preset is None:
         raise ValueError("--preset is missing: melodi memory lists all presets")
     model = preset(start.preset)

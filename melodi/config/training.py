@@ -1,9 +1,12 @@
 """How a model is trained, as data: the recipe, the optimizer, and how a run is carried out."""
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
-OptimizerName = Literal["adafactor", "adamw", "muon"]
+from melodi.config.checks import check_least, check_types, from_dict
+
+SEEDS, MOST_STEPS = 1 << 24, 1 << 28
+"""Both share the 64 bits of a step's seed, with 12 bits for the process."""
 
 
 @dataclass(frozen=True)
@@ -13,7 +16,7 @@ class OptimizerConfig:
     The horizon of the schedule is the number of steps of the run, and not said here.
     """
 
-    name: OptimizerName
+    name: Literal["adafactor", "adamw", "muon"]
     """adafactor, adamw, or muon: Muon for the matrices and AdamW for everything else."""
     peak: float
     """Learning rate at which the cosine starts."""
@@ -31,17 +34,17 @@ class OptimizerConfig:
     """Learning rate of gates and attention scales, relative to the rest."""
 
     def __post_init__(self) -> None:
-        if self.name not in get_args(OptimizerName):
-            known = ", ".join(get_args(OptimizerName))
-            raise ValueError(f"optimizer {self.name!r} is unknown: choose one of {known}")
+        if isinstance(self.betas, list):  # as JSON has it
+            object.__setattr__(self, "betas", tuple(self.betas))
+        check_types(self)
+        if self.peak <= 0:
+            raise ValueError(f"peak={self.peak} must be above 0: with it nothing would be learned")
         if not 0 <= self.floor <= self.peak:
             raise ValueError(
                 f"floor={self.floor} is not between 0 and peak={self.peak}: the learning rate "
                 "falls from the peak to the floor"
             )
-        for key in ("warmup", "weight_decay", "gate_multiplier"):
-            if getattr(self, key) < 0:
-                raise ValueError(f"{key}={getattr(self, key)} must be at least 0")
+        check_least(self, warmup=0, weight_decay=0, gate_multiplier=0)
         if not all(0 <= decay < 1 for decay in (*self.betas, self.momentum)):
             raise ValueError(
                 f"betas={self.betas} and momentum={self.momentum} must be at least 0 and below 1"
@@ -75,9 +78,19 @@ class TrainConfig:
     save_every: int = 50
     """Steps between checkpoints."""
 
+    def __post_init__(self) -> None:
+        if isinstance(self.optimizer, dict):  # as JSON has it
+            object.__setattr__(self, "optimizer", from_dict(OptimizerConfig, self.optimizer))
+        check_types(self)
+        check_least(self, steps=1, horizon=1, seed=0, rows=1, segment_windows=1, accumulate=1)
+        check_least(self, clip=0, validate_every=1, validation_tokens=1, save_every=1)
+        for name, end in (("seed", SEEDS), ("steps", MOST_STEPS)):
+            if getattr(self, name) >= end:
+                raise ValueError(f"{name}={getattr(self, name)} must be below {end}")
+
 
 @dataclass(frozen=True)
-class Machinery:
+class Execution:
     """How a run is carried out, which does not change what it computes."""
 
     sharding: Literal["ddp", "fsdp"] = "ddp"
@@ -92,6 +105,10 @@ class Machinery:
     """Steps between lines of metrics."""
     tensorboard: bool = False
     """Log to RUN/tensorboard as well (extra: tensorboard)."""
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        check_least(self, keep=1, log_every=1)
 
 
 def recipe(preset: str) -> TrainConfig:

@@ -11,7 +11,7 @@ from melodi.evaluation.documents import Nats
 from melodi.layers.frame import Layer, LayerMemory, Probe
 from melodi.layers.gate import Gate
 from melodi.model import LanguageModel
-from melodi.sharded import full
+from melodi.sharded import gather
 
 
 def gates(model: LanguageModel) -> dict[str, float]:
@@ -20,7 +20,7 @@ def gates(model: LanguageModel) -> dict[str, float]:
     Of a sharded model every process must ask at the same time.
     """
     return {
-        f"gate/{i}": full(module.alpha().mean()).item()
+        f"gate/{i}": gather(module.alpha().mean()).item()
         for i, layer in enumerate(model.stack)
         for module in layer.modules()
         if isinstance(module, Gate)

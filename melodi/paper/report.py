@@ -1,22 +1,10 @@
 """Run folders to plots: what was learned, and what the memory does."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 from melodi.files import read_json
 from melodi.run import Run
-
-
-def read_metrics(run: Run) -> list[dict[str, Any]]:
-    if not run.metrics.exists():
-        raise FileNotFoundError(f"{run.folder} has no metrics.jsonl: is it a run folder?")
-    # A kill can cut the last line short.
-    lines = [line for line in run.metrics.read_text("utf-8").split("\n")[:-1] if line]
-    try:
-        return [json.loads(line) for line in lines]
-    except ValueError as error:
-        raise ValueError(f"{run.metrics} holds a line that is not JSON ({error})") from None
 
 
 def plot_run(folder: str | Path) -> Path:
@@ -29,7 +17,7 @@ def plot_run(folder: str | Path) -> Path:
     from matplotlib import pyplot
 
     run = Run(folder)
-    metrics = read_metrics(run)
+    metrics = run.read_metrics()
     figure, (loss, gates, position) = pyplot.subplots(1, 3, figsize=(15, 4.2), layout="constrained")
     plot_loss(loss, metrics)
     plot_gates(gates, metrics)

@@ -1,1 +1,1 @@
-"""Segments to weights."""
+"""Segments to weights: the learner takes the steps, the trainer makes a run of them."""

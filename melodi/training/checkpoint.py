@@ -2,7 +2,8 @@
 
 1. A checkpoint is written beside, as `step-00000100.partial`; its checksums are written last, and
    then the folder is renamed. A kill at any moment leaves the earlier checkpoints as they were.
-2. Reading starts with the newest and passes over, with a line, what its checksums do not match.
+2. Reading starts with the newest. What its checksums do not match is set aside, with a line, as
+   `step-00000100.damaged`; if none is whole, nothing is touched and the run stops.
 3. Weights and optimizer are whole tensors, and memory is stored by global row, so that another
    number of processes can take over. Everything is safetensors and JSON: no code runs on loading.
 """
@@ -11,51 +12,11 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from safetensors.torch import load_file, save_file
-from torch import Tensor
-
-from melodi.config import ModelConfig
-from melodi.data.tokenizer import load_tokenizer
 from melodi.files import checksum, read_json, sync, write_json
 from melodi.memory import MemoryState
-from melodi.model import LanguageModel
 
 CHECKSUMS = "checksums.json"
-
-
-def load(run: str | Path, weights: str | None = None) -> LanguageModel:
-    """The model of a run folder, ready to read: its best weights, or the file named `weights`.
-
-    The tokenizer is `model.tokenizer`.
-    """
-    run = Path(run)
-    if not (run / "config.json").exists():
-        raise FileNotFoundError(f"{run} is not a run folder: it has no config.json")
-    config = read_json(run / "config.json")
-    names = ["best.safetensors", "model.safetensors"] if weights is None else [weights]
-    found = [run / name for name in names if (run / name).exists()]
-    if not found:
-        raise FileNotFoundError(
-            f"{run} has no {' or '.join(names)}: train longer, or resume the run"
-        )
-    model = LanguageModel(ModelConfig.from_dict(config["model"]))
-    load_weights(model, load_file(found[0]))
-    model.tokenizer = load_tokenizer(run)
-    return model.eval()
-
-
-def load_weights(model: LanguageModel, tensors: dict[str, Tensor]) -> None:
-    ours = model.state_dict()
-    if tensors.keys() != ours.keys():
-        odd = sorted(tensors.keys() ^ ours.keys())[0]
-        raise ValueError(f"the weights do not fit the model: {odd!r} is on one side only")
-    for name, tensor in tensors.items():
-        if tensor.shape != ours[name].shape:
-            raise ValueError(
-                f"the weights do not fit the model: {name!r} is {tuple(tensor.shape)}, not "
-                f"{tuple(ours[name].shape)}"
-            )
-    model.load_state_dict(tensors)
+WEIGHTS, MOMENTS, TRAINER = "model.safetensors", "optimizer.safetensors", "trainer.json"
 
 
 class Checkpoints:
@@ -64,24 +25,28 @@ class Checkpoints:
     def __init__(self, folder: Path, keep: int) -> None:
         self.folder, self.keep = folder, keep
 
+    def path(self, step: int) -> Path:
+        return self.folder / f"step-{step:08}"
+
+    def steps(self) -> list[int]:
+        """The steps that have a checkpoint, which may be damaged, but is not known to be."""
+        return sorted(int(path.name[5:]) for path in self.folder.glob("step-*[0-9]"))
+
     def write(
-        self, step: int, fill: Callable[[Path], None], rank: int, barrier: Callable[[], None]
+        self, step: int, fill: Callable[[Path], None], first: bool, barrier: Callable[[], None]
     ) -> None:
         """Every process fills the folder with its own files; the first one makes it final."""
         final = self.path(step)
         partial = final.with_suffix(".partial")
-        if rank == 0:
+        if first:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
         barrier()
         fill(partial)
         barrier()
-        if rank == 0:
-            for file in partial.iterdir():
-                sync(file)
-            write_json(
-                partial / CHECKSUMS, {f.name: checksum(f) for f in sorted(partial.iterdir())}
-            )
+        if first:
+            files = sorted(partial.iterdir())
+            write_json(partial / CHECKSUMS, {file.name: checksum(file) for file in files})
             if final.exists():
                 shutil.rmtree(final)
             partial.rename(final)
@@ -89,20 +54,27 @@ class Checkpoints:
             self._prune()
         barrier()
 
-    def newest(self, say: Callable[[str], None]) -> Path | None:
-        """The newest checkpoint that is whole; damaged ones are passed over, saying so."""
-        for path in sorted(self.folder.glob("step-*[0-9]"), reverse=True):
-            if (reason := damage(path)) is None:
-                return path
-            say(f"{path} is damaged ({reason}): using the checkpoint before it")
-        return None
-
-    def path(self, step: int) -> Path:
-        return self.folder / f"step-{step:08}"
+    def newest_whole(self, say: Callable[[str], None]) -> int | None:
+        """The newest step whose checkpoint is whole; None if the run has no checkpoint at all."""
+        steps, damaged = self.steps(), []
+        while steps and (reason := damage(self.path(steps[-1]))) is not None:
+            damaged.append((self.path(steps.pop()), reason))
+        if damaged and not steps:
+            told = "; ".join(f"{path.name}: {reason}" for path, reason in damaged)
+            raise ValueError(
+                f"every checkpoint in {self.folder} is damaged ({told}): restore one from a copy, "
+                "or remove them all to start from the beginning"
+            )
+        for path, reason in damaged:
+            aside = path.with_suffix(".damaged")
+            shutil.rmtree(aside, ignore_errors=True)
+            path.rename(aside)
+            say(f"{path} is damaged ({reason}): set aside for the checkpoint before it")
+        return steps[-1] if steps else None
 
     def _prune(self) -> None:
-        for path in sorted(self.folder.glob("step-*[0-9]"))[: -self.keep]:
-            shutil.rmtree(path)
+        for step in self.steps()[: -self.keep]:
+            shutil.rmtree(self.path(step))
         for path in self.folder.glob("*.partial"):
             shutil.rmtree(path)
 
@@ -111,6 +83,8 @@ def damage(path: Path) -> str | None:
     """What is wrong with a checkpoint; None if nothing is."""
     try:
         expected = read_json(path / CHECKSUMS)
+        if not isinstance(expected, dict) or not {WEIGHTS, MOMENTS, TRAINER} <= expected.keys():
+            return f"{CHECKSUMS} is not the list of its files"
         for name, digest in expected.items():
             if checksum(path / name) != digest:
                 return f"{name} does not match its checksum"
@@ -133,13 +107,3 @@ def load_rows(folder: Path, first: int, count: int) -> MemoryState:
         if rows:
             parts.append(MemoryState.load(path).select(rows))
     return MemoryState.cat(parts)
-
-
-def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
-    """Writes beside and moves into place: the file is whole or absent."""
-    partial = path.with_name(path.name + ".partial")
-    save_file(
-        {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, partial
-    )
-    sync(partial)
-    partial.replace(path)

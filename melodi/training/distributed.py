@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -22,6 +23,9 @@ from torch.nn.parallel import DistributedDataParallel
 from melodi.layers.frame import Probe
 from melodi.memory import MemoryState
 from melodi.model import LanguageModel, Scored
+
+PATIENCE = timedelta(hours=1)
+"""How long the processes wait for each other: the first may be writing a large checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -63,22 +67,36 @@ class Processes:
 @contextmanager
 def processes(device: str | None = None) -> Iterator[Processes]:
     """Joins the processes that torchrun started, or stands alone."""
-    local = int(os.environ.get("LOCAL_RANK", 0))
-    if device is None:
-        device = f"cuda:{local}" if torch.cuda.is_available() else "cpu"
+    place = device_of(device, int(os.environ.get("LOCAL_RANK", 0)))
     if "RANK" not in os.environ:
-        yield Processes(0, 1, torch.device(device))
+        yield Processes(0, 1, place)
         return
-    if device.startswith("cuda"):
-        torch.cuda.set_device(torch.device(device))
-    dist.init_process_group("nccl" if device.startswith("cuda") else "gloo")
+    if place.type == "cuda":
+        torch.cuda.set_device(place)
+    dist.init_process_group("nccl" if place.type == "cuda" else "gloo", timeout=PATIENCE)
     try:
-        yield Processes(dist.get_rank(), dist.get_world_size(), torch.device(device))
+        yield Processes(dist.get_rank(), dist.get_world_size(), place)
     finally:
         dist.destroy_process_group()
 
 
-class Reading(nn.Module):
+def device_of(name: str | None, local_rank: int = 0) -> torch.device:
+    """The device of that name, if it is there; without a name the process's GPU, else the CPU."""
+    if name is None:
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(f"cuda:{local_rank}" if name == "cuda" else name)
+        torch.zeros(1, device=device).item()
+    # torch says it in several ways: no such word, not compiled with it, no such device, no data.
+    except (RuntimeError, AssertionError, NotImplementedError):
+        found = [f"cuda:{i}" for i in range(torch.cuda.device_count())]
+        raise ValueError(
+            f"device={name!r} is not on this machine: choose {' or '.join(['cpu', *found])}"
+        ) from None
+    return device
+
+
+class NatsForward(nn.Module):
     """`model.nats` as a forward pass, which is what DDP and FSDP2 hook into."""
 
     def __init__(self, model: LanguageModel) -> None:
@@ -95,24 +113,24 @@ class Reading(nn.Module):
         return self.model.nats(tokens_BT, targets_BT, state, probe)
 
 
-def spread(
+def distribute(
     model: LanguageModel, group: Processes, sharding: str, segment_windows: int
 ) -> nn.Module:
     """The model as this process runs it: alone, in DDP, or sharded by FSDP2."""
-    reading = Reading(model)
+    forward = NatsForward(model)
     if sharding == "fsdp" and dist.is_initialized():
         # Layers return views, which is safe: nothing here changes a tensor in place.
         warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
         for layer in model.layers:
             fully_shard(layer, reshard_after_forward=False)
-        fully_shard(reading, reshard_after_forward=False)
-        for module in sharded_modules(reading):
+        fully_shard(forward, reshard_after_forward=False)
+        for module in sharded_modules(forward):
             module.set_reshard_after_backward(False)
-        return reading
+        return forward
     if group.world > 1:
         # In a single window nothing is read back, so the memory's writers have no gradient.
-        return DistributedDataParallel(reading, find_unused_parameters=segment_windows < 2)
-    return reading
+        return DistributedDataParallel(forward, find_unused_parameters=segment_windows < 2)
+    return forward
 
 
 def without_reduction(module: nn.Module, last: bool) -> AbstractContextManager[Any]:
@@ -124,7 +142,7 @@ def without_reduction(module: nn.Module, last: bool) -> AbstractContextManager[A
     return nullcontext()
 
 
-def release(module: nn.Module) -> None:
+def reshard(module: nn.Module) -> None:
     """Frees the gathered weights, so that the gradients of the shards are seen, and so that the
     next forward pass gathers the weights that the update has made."""
     for shard in sharded_modules(module):

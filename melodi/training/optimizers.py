@@ -1,4 +1,4 @@
-"""How the weights move: the paper's Adafactor, AdamW, Muon, the schedule, and state for files.
+"""How the weights move: the paper's Adafactor, AdamW, Muon, and the schedule.
 
 - `Adafactor` follows optax, as the authors do. torch.optim.Adafactor does not: it caps the learning
   rate at 1/√t, has no momentum, factors small matrices too, and fails on FSDP2's sharded tensors.
@@ -7,7 +7,6 @@
 - `Muon` is torch.optim.Muon with products in float32 on a CPU, where bfloat16 is four times slower,
   and with one gathering per sharded matrix instead of one per product.
 - The trainer sets the learning rate of each group: `schedule(...) * group["multiplier"]`.
-- `flatten_state` names every tensor "parameter/key", so that no pickle is needed to save it.
 """
 
 import math
@@ -19,7 +18,8 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
 from melodi.config.training import OptimizerConfig
-from melodi.sharded import full, is_sharded, shard_like
+from melodi.sharded import gather, is_sharded, shard_like
+from melodi.training.parameters import parameter_groups
 
 FACTORED_SIZE = 128
 """Second moments are factored over the two largest dimensions if both are at least this long."""
@@ -29,10 +29,6 @@ SMALLEST_SCALE = 1e-3
 """The size that a parameter near zero is taken to have, so that it can move at all."""
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 """Muon's polynomial: five times applied, it brings all singular values near one."""
-
-GATES = ("gate.logit", "scale.factor", "state.gate")
-EMBEDDINGS = ("embedding.weight", "summary", "state.initial", "state.position")
-NUMBERS = {"bool": bool, "int": int, "float": float}
 
 
 def make_optimizer(model: nn.Module, config: OptimizerConfig) -> Optimizer:
@@ -47,35 +43,10 @@ def make_optimizer(model: nn.Module, config: OptimizerConfig) -> Optimizer:
         return AdamW(groups, config.peak, config.betas, weight_decay=0.0, fused=True)
     matrices = [group for group in groups if group["name"] == "matrices"]
     rest = [group for group in groups if group["name"] != "matrices"]
-    return Joint(
+    return CombinedOptimizer(
         Muon(matrices, config.peak, config.momentum),
         AdamW(rest, config.peak, config.betas, weight_decay=0.0, fused=True),
     )
-
-
-def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """The model's parameters by what they do, in the groups that have any.
-
-    matrices: of linear layers and token mixers, the only ones with weight decay. embeddings: tables
-    of learned tokens. gates: gates and attention scales. vectors: norms, biases, position biases.
-    """
-    groups: dict[str, list[Tensor]] = {
-        name: [] for name in ("matrices", "embeddings", "gates", "vectors")
-    }
-    for name, parameter in model.named_parameters():
-        if name.endswith(GATES):
-            groups["gates"].append(parameter)
-        elif name.endswith(EMBEDDINGS):
-            groups["embeddings"].append(parameter)
-        elif name.endswith(".weight") and parameter.dim() == 2:
-            groups["matrices"].append(parameter)
-        else:
-            groups["vectors"].append(parameter)
-    return [
-        {"name": n, "params": p, "weight_decay": weight_decay if n == "matrices" else 0.0}
-        for n, p in groups.items()
-        if p
-    ]
 
 
 def schedule(step: int, peak: float, floor: float, warmup: int, horizon: int) -> float:
@@ -207,7 +178,7 @@ class Muon(Optimizer):
                 if not state:
                     state["momentum_buffer"] = torch.zeros_like(parameter)
                 buffer = state["momentum_buffer"].lerp_(parameter.grad, 1 - momentum)
-                update = full(parameter.grad.lerp(buffer, momentum))
+                update = gather(parameter.grad.lerp(buffer, momentum))
                 update = shard_like(_orthogonalise(update).to(parameter.dtype), parameter)
                 size = 0.2 * math.sqrt(max(parameter.shape))
                 parameter.mul_(1 - lr * group["weight_decay"]).add_(update, alpha=-lr * size)
@@ -225,7 +196,7 @@ def _orthogonalise(matrix: Tensor) -> Tensor:
     return x.T if tall else x
 
 
-class Joint(Optimizer):
+class CombinedOptimizer(Optimizer):
     """Several optimizers, each with its own parameters, as one.
 
     The groups and the state belong to the whole; the parts see their own groups of it.
@@ -249,55 +220,3 @@ class Joint(Optimizer):
         for part in self.parts:
             part.state = self.state
             part.param_groups = [next(groups) for _ in part.param_groups]
-
-
-def flatten_state(optimizer: Optimizer, model: nn.Module) -> dict[str, Tensor]:
-    """A copy of the optimizer's state on the CPU, as "{parameter name}/{state key}".
-
-    Numbers become tensors, with their type after the key: "/step:int". With sharded parameters
-    every rank must call this, and every rank gets the whole.
-    """
-    tensors = {}
-    for name, parameter in model.named_parameters():
-        for key, value in optimizer.state.get(parameter, {}).items():
-            if isinstance(value, Tensor):
-                tensors[f"{name}/{key}"] = full(value).detach().to("cpu", copy=True).contiguous()
-            else:
-                kind = type(value).__name__
-                assert kind in NUMBERS, f"{name} has {key} of type {kind}"
-                dtype = torch.float64 if kind == "float" else None
-                tensors[f"{name}/{key}:{kind}"] = torch.tensor(value, dtype=dtype)
-    return tensors
-
-
-def restore_state(optimizer: Optimizer, model: nn.Module, tensors: dict[str, Tensor]) -> None:
-    """Puts the state that `flatten_state` gave into an optimizer, in place of what it has."""
-    parameters = dict(model.named_parameters())
-    states: dict[str, dict[str, Any]] = {}
-    for path, tensor in tensors.items():
-        name, _, key = path.rpartition("/")
-        key, _, kind = key.partition(":")
-        if name not in parameters:
-            raise ValueError(
-                f"optimizer state {path!r} belongs to no parameter of the model: "
-                "resume with the configuration that the state was saved with"
-            )
-        _check_shape(path, tensor, parameters[name])
-        value = shard_like(tensor, parameters[name]).clone() if not kind else tensor.item()
-        states.setdefault(name, {})[key] = NUMBERS[kind](value) if kind else value
-    # The optimizer's own loading knows on which device each kind of state has to live.
-    saved = optimizer.state_dict()
-    ordered = [id(p) for group in optimizer.param_groups for p in group["params"]]
-    saved["state"] = {ordered.index(id(parameters[n])): state for n, state in states.items()}
-    optimizer.load_state_dict(saved)
-
-
-def _check_shape(path: str, tensor: Tensor, parameter: Tensor) -> None:
-    """Moments have the parameter's shape, except for dimensions that were averaged out."""
-    sizes = zip(tensor.shape, parameter.shape, strict=False)
-    same_rank = tensor.dim() == parameter.dim()
-    if tensor.dim() and not (same_rank and all(a in (1, b) for a, b in sizes)):
-        raise ValueError(
-            f"optimizer state {path!r} of shape {tuple(tensor.shape)} does not fit a parameter of "
-            f"shape {tuple(parameter.shape)}: resume with the configuration that it was saved with"
-        )

@@ -1,0 +1,184 @@
+"""A model that learns: everything that its next step depends on, and the step.
+
+1. Each row walks through a document (data/segments.py); where a new one begins, that row forgets.
+2. A step is a pure function of the weights, the optimizer, the memory, the data position and the
+   step's number: random numbers are drawn anew from (seed, step, rank). So a run that was killed
+   and resumed ends with the same weights, bit for bit, as one that never stopped.
+3. The loss is the mean over all predictions of all rows of all processes, however they are split.
+4. A step whose loss or gradient is not finite is skipped and counted; its memory is dropped.
+"""
+
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from melodi.config import ModelConfig
+from melodi.config.training import Execution, TrainConfig
+from melodi.data.segments import Segment, Walker
+from melodi.data.store import Documents
+from melodi.files import read_json, read_tensors, write_json, write_tensors
+from melodi.memory import MemoryState
+from melodi.model import LanguageModel
+from melodi.run import set_weights
+from melodi.sharded import gather
+from melodi.training.checkpoint import MOMENTS, TRAINER, WEIGHTS, load_rows, save_rows
+from melodi.training.distributed import Processes, distribute, reshard, without_reduction
+from melodi.training.optimizers import make_optimizer, schedule
+from melodi.training.parameters import flatten_state, restore_state
+
+
+class Learner:
+    """The model, its optimizer, the documents that its rows are reading, and their memory."""
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        documents: Documents,
+        config: TrainConfig,
+        execution: Execution,
+        group: Processes,
+    ) -> None:
+        self.config, self.group = config, group
+        self.local_rows = group.share(config.rows)
+        if len(self.local_rows) % config.accumulate:
+            raise ValueError(
+                f"accumulate={config.accumulate} does not divide the {len(self.local_rows)} rows "
+                "of a process: choose a divisor"
+            )
+        torch.manual_seed(config.seed)
+        self.model = LanguageModel(model).to(group.device)
+        self.model.checkpoint_windows = execution.checkpoint_windows
+        if execution.compile:
+            self.model.static_shapes = True
+            for layer in self.model.layers:
+                layer.compile()
+        self.forward = distribute(self.model, group, execution.sharding, config.segment_windows)
+        self.optimizer = make_optimizer(self.model, config.optimizer)
+        length = config.segment_windows * model.window
+        self.walker = Walker.shuffled(documents, config.rows, length, config.seed, self.local_rows)
+        self.rows_per_part = len(self.local_rows) // config.accumulate
+        self.states = [self.model.empty_state(self.rows_per_part) for _ in range(config.accumulate)]
+        self.step = 0
+        self.skipped = 0
+        self.skips_in_a_row = 0
+
+    def take_step(self) -> dict[str, float]:
+        """One segment of every row, and one update of the weights."""
+        config = self.config
+        self.step += 1
+        started = time.perf_counter()
+        torch.manual_seed((config.seed << 40) + (self.step << 12) + self.group.rank)
+        segment = self.walker.next()
+        data_seconds = time.perf_counter() - started
+        predictions = self.walker.predictions
+        rate = self._set_rate()
+        self.model.train()
+        nats, states = self._gradients(segment, predictions)
+        reshard(self.forward)
+        norm = self._gradient_norm()
+        (total,) = self.group.total(nats)
+        if torch.isfinite(norm) and total < float("inf"):
+            self.optimizer.step()
+            self.states, self.skips_in_a_row = states, 0
+        else:  # the weights and the memory stay as they were; the data moves on
+            self.skipped, self.skips_in_a_row = self.skipped + 1, self.skips_in_a_row + 1
+        self.optimizer.zero_grad(set_to_none=True)
+        return {
+            "nats": total,
+            "predictions": predictions,
+            "learning_rate": rate,
+            "gradient_norm": float(norm),
+            "seconds": time.perf_counter() - started,
+            "data_seconds": data_seconds,
+        }
+
+    def _gradients(self, segment: Segment, predictions: int) -> tuple[float, list[MemoryState]]:
+        """Adds up the gradients of the mean loss over all rows of all processes."""
+        states, nats = [], 0.0
+        device, part = self.group.device, self.rows_per_part
+        # DDP and FSDP2 average over processes; each contributes its share of the one mean.
+        scale = self.group.world / max(predictions, 1)
+        for i, state in enumerate(self.states):
+            rows = segment.take(slice(i * part, (i + 1) * part))
+            self.states[i] = state = state.forget(rows.starts)
+            tokens_BT = torch.from_numpy(rows.tokens).to(device)
+            targets_BT = torch.from_numpy(rows.targets).to(device)
+            bf16 = self.config.precision == "bf16"
+            with without_reduction(self.forward, last=i == len(self.states) - 1):
+                with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
+                    nats_BT, state, extra_loss = self.forward(tokens_BT, targets_BT, state)
+                    total = nats_BT.sum()
+                loss = total * scale
+                if extra_loss is not None:
+                    loss = loss + extra_loss / len(self.states)
+                loss.backward()
+            nats += total.item()
+            states.append(state.detach())
+        return nats, states
+
+    def _set_rate(self) -> float:
+        settings = self.config.optimizer
+        horizon = self.config.horizon or self.config.steps
+        rate = schedule(self.step, settings.peak, settings.floor, settings.warmup, horizon)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate * group["multiplier"]
+        return rate
+
+    def _gradient_norm(self) -> Tensor:
+        norm = nn.utils.clip_grad_norm_(
+            self.model.parameters(), self.config.clip or float("inf"), error_if_nonfinite=False
+        )
+        return gather(norm)
+
+    def whole_weights(self) -> dict[str, Tensor]:
+        """Every process must ask at the same time."""
+        return {name: gather(tensor) for name, tensor in self.model.state_dict().items()}
+
+    def save(self, folder: Path, **more: object) -> None:
+        """Everything that the next step depends on, and what else is to be known when it is taken.
+        Of many processes each writes the memory of its own rows, and the first writes the rest."""
+        weights, moments = self.whole_weights(), flatten_state(self.optimizer, self.model)
+        for i, state in enumerate(self.states):
+            save_rows(folder, self.local_rows.start + i * self.rows_per_part, state)
+        if not self.group.first:
+            return
+        write_tensors(folder / WEIGHTS, weights, {"step": str(self.step)})
+        write_tensors(folder / MOMENTS, moments)
+        write_json(
+            folder / TRAINER,
+            {
+                "step": self.step,
+                "rows": self.walker.state_dict(),
+                "skipped": self.skipped,
+                "skips_in_a_row": self.skips_in_a_row,
+                **more,
+            },
+        )
+
+    def load(self, folder: Path) -> dict[str, object]:
+        """Goes back to what `save` wrote, with any number of processes, and gives what else was
+        to be known."""
+        set_weights(self.model, read_tensors(folder / WEIGHTS)[1], folder / WEIGHTS)
+        restore_state(self.optimizer, self.model, read_tensors(folder / MOMENTS)[1])
+        self.states = self._load_memory(folder)
+        saved = read_json(folder / TRAINER)
+        self.walker.load_state_dict(saved.pop("rows"))
+        self.step, self.skipped = saved.pop("step"), saved.pop("skipped")
+        self.skips_in_a_row = saved.pop("skips_in_a_row")
+        return saved
+
+    def _load_memory(self, folder: Path) -> list[MemoryState]:
+        """The memory of this process's rows, as the model's own: the model would check whose it is
+        in its forward pass, where the weights of a sharded model cannot be gathered."""
+        ours, owner = self.model.fingerprint(), self.model.empty_state(1).owner
+        first, count = self.local_rows.start, self.rows_per_part
+        states = []
+        for i in range(self.config.accumulate):
+            state = load_rows(folder, first + i * count, count).to(self.group.device)
+            if state.owner.fingerprint() != ours:
+                raise ValueError(f"the memory in {folder} was made with other weights than its own")
+            states.append(replace(state, owner=owner))
+        return states
