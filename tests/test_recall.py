@@ -13,7 +13,7 @@ from zoo import KINDS
 
 from melodi import LanguageModel
 
-WINDOW, WINDOWS, ANSWERED = 8, 5, 0.05
+WINDOW, WINDOWS, ANSWERED = 8, 5, 0.01
 KEYS, FILLERS = 16, 4
 QUESTION = KEYS + FILLERS
 SIZES = replace(
@@ -68,10 +68,10 @@ def train(model: LanguageModel, random: torch.Generator) -> None:
 
 def recalled(model: LanguageModel, random: torch.Generator, keep: bool) -> float:
     """The share of right answers in the last window, four windows after the key was planted."""
-    tokens, targets = documents(512, random)
+    tokens, targets = documents(1024, random)
     with torch.inference_mode():
-        _, state = model(tokens[:, :-1].flatten(1), model.empty_state(512))
-        state = state if keep else state.forget([True] * 512)
+        _, state = model(tokens[:, :-1].flatten(1), model.empty_state(1024))
+        state = state if keep else state.forget([True] * 1024)
         logits, _ = model(tokens[:, -1], state)
     asked = targets[:, -1] >= 0
     return (logits.argmax(-1) == targets[:, -1])[asked].float().mean().item()
