@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test check clean
+.PHONY: demo test test-portable check clean
 
 # Trains on the source of Python's standard library, which is already on the machine.
 demo: .venv/installed
@@ -15,6 +15,12 @@ demo: .venv/installed
 
 test: .venv/installed
 	$(BIN)/python -m pytest
+
+# The same with the arithmetic of other processors: another last bit must change no verdict.
+test-portable: .venv/installed
+	for other in ATEN_CPU_CAPABILITY=default MKL_CBWR=COMPATIBLE ONEDNN_MAX_CPU_ISA=AVX2; do \
+		env OMP_NUM_THREADS=1 $$other $(BIN)/python -m pytest || exit 1; \
+	done
 
 check: .venv/installed
 	$(BIN)/ruff format --check .

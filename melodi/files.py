@@ -69,7 +69,7 @@ def read_json(path: Path) -> Any:
 def write_tensors(
     path: Path, tensors: "Mapping[str, Tensor]", header: dict[str, str] | None = None
 ) -> None:
-    """Tensors from any device, with a header of strings, to which their checksum is added."""
+    """Tensors from any device, with a header of strings; the checksum of both is added to it."""
     import torch
     from safetensors import SafetensorError
     from safetensors.torch import save_file
@@ -78,7 +78,8 @@ def write_tensors(
         name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
         for name, tensor in tensors.items()
     }
-    header = {**(header or {}), CHECKSUM: _checksum_of(whole)}
+    header = header or {}
+    header = {**header, CHECKSUM: _checksum_of(header, whole)}
     with replacing(path) as partial:
         try:
             save_file(whole, partial, header)
@@ -91,7 +92,7 @@ def read_tensors(path: Path) -> "tuple[dict[str, str], dict[str, Tensor]]":
     with _opened(path) as file:
         header = dict(file.metadata() or {})
         tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
-    if header.pop(CHECKSUM, None) not in (None, _checksum_of(tensors)):
+    if header.pop(CHECKSUM, None) not in (None, _checksum_of(header, tensors)):
         raise ValueError(f"{path} is damaged: its checksum differs from what it holds")
     return header, tensors
 
@@ -115,11 +116,11 @@ def _opened(path: Path) -> Iterator[Any]:
         raise ValueError(f"{path} is not a whole safetensors file: {error}") from None
 
 
-def _checksum_of(tensors: "Mapping[str, Tensor]") -> str:
-    """Of names, types, shapes and contents."""
+def _checksum_of(header: Mapping[str, str], tensors: "Mapping[str, Tensor]") -> str:
+    """Of the header, and of the tensors' names, types, shapes and contents."""
     import torch
 
-    digest = hashlib.blake2b(digest_size=16)
+    digest = hashlib.blake2b(json.dumps(header, sort_keys=True).encode(), digest_size=16)
     for name, tensor in sorted(tensors.items()):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode())
         digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)

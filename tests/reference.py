@@ -1,7 +1,8 @@
 """A slow, obvious reference of every model: one document, one token at a time, in float64.
 
-It is written from the equations alone (DESIGN.md sections 2 to 4, golden/README.md sections 1 to 5)
-and shares no code with the package, so that an error in one of them is not repeated in the other.
+It is written from the equations alone (the paper's Sec. 2, and for the official dialect and the
+baselines what the official code computes) and shares no code with the package, so that an error in
+one of them is not repeated in the other.
 
 - There are no masks. Each query gets the list of what it may see: memory that is masked while empty
   is not in the list, memory that starts as zeros is in it as zeros, and a query that sees nothing
@@ -208,16 +209,15 @@ class Layer:
         """M_up, M_right or M_long: each output is a weighted sum of the tokens of [x'; û]."""
         if name != "long" and not self.config.branching:
             return u
-        mixer = name
         inputs = [*x, *u]
         if self.answers.mixer == "residual" and name != "long":
-            context_norm = self.weights[f"{mixer}.context_norm.weight"]
-            summary_norm = self.weights[f"{mixer}.summary_norm.weight"]
+            context_norm = self.weights[f"{name}.context_norm.weight"]
+            summary_norm = self.weights[f"{name}.summary_norm.weight"]
             inputs = [rms_norm(x_D, context_norm) for x_D in x]
             inputs += [rms_norm(u_D, summary_norm) for u_D in u]
-        output_OD = self.weights[f"{mixer}.weight"].T @ torch.stack(inputs)
+        output_OD = self.weights[f"{name}.weight"].T @ torch.stack(inputs)
         if self.answers.mixer == "residual":
-            output_OD = output_OD + self.weights[f"{mixer}.bias"][:, None]
+            output_OD = output_OD + self.weights[f"{name}.bias"][:, None]
             if name != "long":
                 output_OD = output_OD + torch.stack(u)
         return list(output_OD)

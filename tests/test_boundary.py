@@ -8,11 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import safetensors.torch
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from zoo import KINDS, VOCAB, WINDOW, ZOO, make, random_tokens
+from zoo import KINDS, VOCAB, WINDOW, ZOO, cases, make, random_tokens
 
 from melodi import LanguageModel, MemoryState, ModelConfig
 from melodi.config import sandwich
@@ -20,6 +19,7 @@ from melodi.config import sandwich
 CONFIG = KINDS["melodi"]
 TOKENS = random_tokens(2, 5)
 MODEL, OTHER = make(CONFIG), make(CONFIG, seed=1)
+TOLERANCE = dict(rtol=0, atol=1e-10)
 
 
 def call(tokens: object = TOKENS, state: object = None, **kwargs: object) -> object:
@@ -110,28 +110,34 @@ def test_refusal_changes_nothing() -> None:
     """A refused call leaves the state as it was."""
     model = make(CONFIG)
     _, state = model(random_tokens(2, WINDOW), model.empty_state(2))
-    before = [tensor.clone() for layer in state.layers for tensor in layer]
+    before = [tensor.clone() for tensor in tensors_of(state)]
     with pytest.raises(ValueError, match="outside the vocabulary"):
         model(torch.full((2, 3), VOCAB), state)
-    after = [tensor for layer in state.layers for tensor in layer]
-    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
-    assert state.windows_B.tolist() == [1, 1]
+    assert all(torch.equal(a, b) for a, b in zip(before, tensors_of(state), strict=True))
 
 
-@pytest.mark.parametrize("config", ZOO.values(), ids=ZOO.keys())
+@cases(ZOO)
 @pytest.mark.parametrize("length", [2 * WINDOW, 2 * WINDOW + 4])
 def test_a_saved_state_goes_on(config: ModelConfig, length: int, tmp_path: Path) -> None:
-    """Saved and loaded, in the middle of a window too, a memory goes on bit for bit."""
+    """Saved and loaded, in the middle of a window too, a memory is the same bit for bit, and what
+    is read after it is the same."""
     model = make(config)
     _, state = model(random_tokens(2, length), model.empty_state(2))
     state.save(tmp_path / "memory.safetensors")
     loaded = MemoryState.load(tmp_path / "memory.safetensors")
     assert loaded.num_floats() == state.num_floats()
+    for ours, theirs in zip(tensors_of(loaded), tensors_of(state), strict=True):
+        assert torch.equal(ours, theirs)
     more = random_tokens(2, WINDOW, seed=1)
     expected, _ = model(more, state)
     logits, after = model(more, loaded)
-    assert torch.equal(logits, expected)
+    torch.testing.assert_close(logits, expected, **TOLERANCE)
     assert after.made_by(model)
+
+
+def tensors_of(state: MemoryState) -> list[torch.Tensor]:
+    memories = [*state.layers, *(state.open_window or ())]
+    return [state.windows_B, state.open_B, *(tensor for memory in memories for tensor in memory)]
 
 
 def test_a_loaded_state_is_checked_on_first_use(tmp_path: Path) -> None:
@@ -154,7 +160,7 @@ def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
     MODEL.empty_state(1).save(path)
     whole = path.read_bytes()
     path.write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(ValueError, match="not a memory file"):
+    with pytest.raises(ValueError, match="not a whole safetensors file"):
         MemoryState.load(path)
     save_file({"x": torch.zeros(1)}, path)
     with pytest.raises(ValueError, match="not a memory file"):
@@ -177,9 +183,9 @@ def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
         (tensors, {**header, "config_digest": "0" * 16}),
     ):
         save_file(changed, path, about)
-        with pytest.raises(ValueError, match="is damaged: its digest differs"):
+        with pytest.raises(ValueError, match="is damaged: its checksum differs"):
             MemoryState.load(path)
-    with pytest.raises(ValueError, match="not a memory file"):
+    with pytest.raises(ValueError, match="not a whole safetensors file"):
         MemoryState.load(tmp_path)
 
 
@@ -238,21 +244,20 @@ def test_only_states_of_one_model_are_joined() -> None:
         MemoryState.cat([ours, theirs])
 
 
-def test_saving_replaces_the_whole_file_or_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_saving_replaces_the_whole_file_or_nothing(tmp_path: Path) -> None:
     """A save that fails leaves the earlier file as it was, and nothing beside it."""
+    resource = pytest.importorskip("resource", reason="no limit of file sizes on this system")
     path = tmp_path / "memory.safetensors"
     MODEL.empty_state(1).save(path)
     before = path.read_bytes()
-
-    def full_disk(_: object, partial: Path, *__: object) -> None:
-        partial.write_bytes(b"half")
-        raise OSError("no space left on device")
-
-    monkeypatch.setattr(safetensors.torch, "save_file", full_disk)
-    with pytest.raises(OSError, match="no space left"):
-        MODEL.empty_state(2).save(path)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    # Files may grow to half of what is needed, as on a disk that is nearly full.
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) // 2, limits[1]))
+    try:
+        with pytest.raises(OSError, match="cannot be written"):
+            MODEL.empty_state(2).save(path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert path.read_bytes() == before
     assert list(tmp_path.iterdir()) == [path]
 
@@ -263,14 +268,14 @@ def test_small_integers_and_any_padding_are_fine() -> None:
     expected, _ = model(TOKENS, model.empty_state(2))
     for dtype in (torch.int32, torch.int16, torch.int8, torch.uint8):
         logits, _ = model(TOKENS.to(dtype), model.empty_state(2))
-        assert torch.equal(logits, expected)
+        torch.testing.assert_close(logits, expected, **TOLERANCE)
     model.loss(TOKENS.int(), TOKENS.int(), model.empty_state(2))
     padded = torch.cat([TOKENS, torch.full((2, 2), -100)], dim=1)
     logits, _ = model(padded, model.empty_state(2), lengths=[5, 5])
-    assert torch.equal(logits[:, :5], expected)
+    torch.testing.assert_close(logits[:, :5], expected, **TOLERANCE)
 
 
-@pytest.mark.parametrize("config", ZOO.values(), ids=ZOO.keys())
+@cases(ZOO)
 def test_select_reorders_rows(config: ModelConfig) -> None:
     """Rows can be taken in any order and several times, as beam search does."""
     model = make(config)
@@ -279,7 +284,7 @@ def test_select_reorders_rows(config: ModelConfig) -> None:
     logits, _ = model(more, state)
     rows = torch.tensor([2, 0, 0])
     again, _ = model(more[rows], state.select(rows))
-    torch.testing.assert_close(again, logits[rows], rtol=0, atol=1e-12)
+    torch.testing.assert_close(again, logits[rows], **TOLERANCE)
     masked = state.select(torch.tensor([False, True, False]))
     assert masked.open_B.tolist() == state.open_B[1:2].tolist()
 

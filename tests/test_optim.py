@@ -24,7 +24,9 @@ from melodi.sharded import gather
 from melodi.training.optimizers import Adafactor, Muon, make_optimizer, schedule
 from melodi.training.parameters import flatten_state, parameter_groups, restore_state
 
-OFFICIAL = Path(__file__).parents[2] / "shared" / "golden" / "adafactor.npz"
+OPTAX = Path(__file__).parent / "golden" / "official_adafactor.npz"
+# Each parameter's number in the random seeds of its gradients; the first of them was cut.
+OPTAX_NAMES = {"matrix": 1, "mixer": 2, "scalar": 3, "vector": 4, "zeros": 5}
 OPTIMIZERS = ("adafactor", "adamw", "muon")
 
 # Wide enough for factored moments; no dimension but the width is even, so that shards differ, and
@@ -59,29 +61,31 @@ def assert_displacement(ours: np.ndarray, theirs: np.ndarray, before: np.ndarray
 
 def test_adafactor_equals_optax() -> None:
     """Sixty updates of optax, with their learning rates, to 1e-5 of the displacement."""
-    if not OFFICIAL.exists():
-        pytest.skip(f"{OFFICIAL} is absent")
-    golden = np.load(OFFICIAL)
-    names = sorted(key.removeprefix("before/") for key in golden.files if "before/" in key)
-    parameters = {name: nn.Parameter(torch.from_numpy(golden[f"before/{name}"])) for name in names}
+    golden = np.load(OPTAX)
+    before = {name: golden[f"before/{name}"] for name in OPTAX_NAMES}
+    parameters = {name: nn.Parameter(torch.tensor(array)) for name, array in before.items()}
     optimizer = Adafactor(parameters.values(), lr=0.0)
     for i in range(60):
         lr = optimizer.param_groups[0]["lr"] = schedule(i + 1, 0.01, 0.001, 10, 60)
         assert lr == pytest.approx(golden["learning_rate"][i], rel=1e-6)
-        for j, parameter in enumerate(parameters.values()):
-            noise = np.random.default_rng(100 * i + j).normal(size=parameter.shape)
+        for name, parameter in parameters.items():
+            seed = 100 * i + OPTAX_NAMES[name]
+            noise = np.random.default_rng(seed).normal(size=parameter.shape)
             value = parameter.detach().numpy()
             grad = noise * 10.0 ** ((i % 5) - 3) + 0.3 * value
             parameter.grad = torch.from_numpy(np.asarray(grad, dtype=np.float32))
         optimizer.step()
-        if f"after{i + 1}/cube" in golden.files:
+        if i + 1 in (1, 2, 10, 60):
             for name, parameter in parameters.items():
                 ours, theirs = parameter.detach().numpy(), golden[f"after{i + 1}/{name}"]
-                assert_displacement(ours, theirs, golden[f"before/{name}"])
+                every_eighth = slice(None, None, 8)
+                assert_displacement(
+                    ours.flatten()[every_eighth], theirs, before[name].flatten()[every_eighth]
+                )
 
 
 def adafactor_in_numpy(w: np.ndarray, grads: list[np.ndarray], lrs: list[float]) -> np.ndarray:
-    """The equations of golden/README.md, section 7, with the second moment written out in full."""
+    """The equations of golden/README.md, with the second moment written out in full."""
     order = np.argsort(w.shape, kind="stable")
     factored = w.ndim > 1 and w.shape[order[-2]] >= 128
     v = r = c = m = 0.0
@@ -183,7 +187,7 @@ def test_every_parameter_is_in_the_group_of_its_module(config: ModelConfig) -> N
     with torch.device("meta"):
         model = LanguageModel(config)
     expected: dict[str, set[int]] = {
-        "embeddings": {id(model.embedding.weight), id(model.summary)},
+        "embeddings": {id(model.embedding.weight), id(model.table_SD)},
         "gates": set(),
         "matrices": set(),
     }

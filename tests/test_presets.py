@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from zoo import mixer_weights
 
 from melodi import LanguageModel
 from melodi.config import PRESETS, ModelConfig, preset, sandwich
@@ -109,8 +110,8 @@ def test_the_meliad_dialect_stores_tokens() -> None:
 
 def test_mixers_are_small() -> None:
     """The two mixers of a layer hold (W + S)·S·2 weights (Sec. 2.2)."""
-    mixers = on_meta(PRESETS["paper-melodi-s128-l64"]).layers[0].mixers
-    assert mixers["up"].weight.numel() + mixers["right"].weight.numel() == 163_840
+    mixers = mixer_weights(on_meta(PRESETS["paper-melodi-s128-l64"]), layer=0)
+    assert mixers["up"].numel() + mixers["right"].numel() == 163_840
 
 
 @pytest.mark.parametrize("name", PRESETS)

@@ -3,13 +3,12 @@
 import itertools
 from dataclasses import replace
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import read
 from torch import Tensor
-from zoo import KINDS, VOCAB, WINDOW, ZOO, make, random_tokens
+from zoo import KINDS, VOCAB, WINDOW, ZOO, cases, make, random_tokens, weights_by_name
 
 from melodi import LanguageModel, ModelConfig
 from melodi.config import DIALECTS, Dialect
@@ -26,10 +25,7 @@ def read_in_segments(model: LanguageModel, document: list[int], cuts: list[int])
 
 def compare(config: ModelConfig, document: list[int], cuts: list[int]) -> None:
     model = make(config)
-    weights = {
-        name: parameter.detach().clone().requires_grad_()
-        for name, parameter in model.named_parameters()
-    }
+    weights = weights_by_name(model)
     ours = read_in_segments(model, document, cuts)
     theirs = read(config, weights, document, cuts)
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-10)
@@ -38,15 +34,14 @@ def compare(config: ModelConfig, document: list[int], cuts: list[int]) -> None:
     direction = torch.randn(ours.shape, generator=torch.Generator().manual_seed(1)).double()
     (ours * direction).sum().backward()
     (theirs * direction).sum().backward()
-    for name, parameter in model.named_parameters():
+    for (name, theirs), parameter in zip(weights.items(), model.parameters(), strict=True):
         a, b = (
-            torch.zeros_like(parameter) if g is None else g
-            for g in (parameter.grad, weights[name].grad)
+            torch.zeros_like(parameter) if g is None else g for g in (parameter.grad, theirs.grad)
         )
         assert (a - b).abs().max() <= 1e-10 + 1e-8 * b.abs().max(), name
 
 
-@pytest.mark.parametrize("config", ZOO.values(), ids=ZOO.keys())
+@cases(ZOO)
 def test_equals_the_reference(config: ModelConfig) -> None:
     """Outputs to 1e-10 and gradients, over several segments and an unfinished last window."""
     document = random_tokens(6 * WINDOW + 2).tolist()

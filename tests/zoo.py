@@ -1,12 +1,25 @@
-"""Tiny models of every kind, in every dialect: each law is one test body over all of them."""
+"""Tiny models of every kind, in every dialect: each law is one test body over all of them.
 
+What the tests know of the inside of a model, beyond its public names, is here: the names of the
+parameters that write memory, the fields of a memory, and the two kernels with tests of their own.
+"""
+
+import re
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
-from melodi import LanguageModel, ModelConfig
+from melodi import LanguageModel, MemoryState, ModelConfig
 from melodi.config import DIALECTS
+from melodi.config.kinds import KINDS as ROWS
+from melodi.layers.memorizing import attend_best
+from melodi.layers.transformer import Pairs, attend, bucket_of_distance
+
+__all__ = ["Pairs", "attend", "attend_best", "bucket_of_distance"]
 
 WINDOW, VOCAB = 6, 23
 
@@ -62,3 +75,106 @@ def make(config: ModelConfig, seed: int = 0) -> LanguageModel:
 
 def random_tokens(*shape: int, seed: int = 0) -> Tensor:
     return torch.randint(0, VOCAB, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def cases(configs: dict[str, ModelConfig], have: Callable[..., Any] = lambda _: True) -> Any:
+    """A parametrization over the models that have what the law is about."""
+    chosen = {name: config for name, config in configs.items() if have(config)}
+    assert chosen
+    return pytest.mark.parametrize("config", chosen.values(), ids=chosen.keys())
+
+
+def remembers(config: ModelConfig) -> bool:
+    return sum(config.memory_floats()) > 0
+
+
+def writers(config: ModelConfig) -> list[str]:
+    """The parameters whose only use is to write memory: M_right, M_long, the recurrent output."""
+    with torch.device("meta"):
+        names = [name for name, _ in LanguageModel(config).named_parameters()]
+    return [name for name in names if re.search(r"\.(right|long)\.|\.state\.output\.", name)]
+
+
+def mixer_weights(model: LanguageModel, layer: int) -> dict[str, Tensor]:
+    """The matrices of a layer's mixers: up, right, long."""
+    found = {}
+    for name, parameter in model.named_parameters():
+        match = re.fullmatch(rf"layers\.{layer}\.(up|right|long)\.weight", name)
+        if match:
+            found[match[1]] = parameter
+    return found
+
+
+def weights_by_name(model: LanguageModel) -> dict[str, Tensor]:
+    """Copies of the parameters that can be differentiated, under the names of the reference."""
+    return {
+        name: parameter.detach().clone().requires_grad_()
+        for name, parameter in model.named_parameters()
+    }
+
+
+QUEUES = {"long": "long_term_tokens", "long-only": "long_term_tokens", "memorizing": "window"}
+"""Layer kinds with a queue, and the size that says how many entries a window adds to it."""
+
+
+def queues(config: ModelConfig) -> dict[int, tuple[str, int, int]]:
+    """Layer -> the queue's field, the entries that a window adds, and the axis of its slots."""
+    found = {}
+    for i, kind in enumerate(config.layers):
+        if kind in QUEUES:
+            tokens = kind != "memorizing" and config.answers.long_term_store == "tokens"
+            field, axis = ("tokens_BMD", 1) if tokens else ("values_BHME", 2)
+            found[i] = (field, getattr(config, QUEUES[kind]), axis)
+    return found
+
+
+def map_state(state: MemoryState, change: Callable[[str, str, Tensor], Tensor]) -> MemoryState:
+    """A state with other tensors: `change` gets the layer's kind, the field and the tensor."""
+
+    def changed(memories: Any) -> Any:
+        return tuple(
+            memory._replace(**{f: change(kind, f, t) for f, t in memory._asdict().items()})
+            for kind, memory in zip(state.config.layers, memories, strict=True)
+        )
+
+    opened = state.open_window and changed(state.open_window)
+    return replace(state, layers=changed(state.layers), open_window=opened)
+
+
+def spoil(state: MemoryState, poison: float) -> MemoryState:
+    """Overwrites every slot that holds nothing, by the two integers of emptiness."""
+    masked = state.config.answers.empty_memory == "masked"
+    empty_B, open_B = state.windows_B == 0, state.open_B
+
+    def excluded(kind: str, field: str, tensor: Tensor) -> Tensor:
+        rows, slots = len(tensor), tensor.size(2 if tensor.dim() == 4 else 1)
+        slot_BM = torch.arange(slots).expand(rows, -1)
+        if field == "kept_BWD":
+            return slot_BM >= open_B[:, None]
+        if field in ("keys_BHkE", "values_BHkE"):  # of an open window: the past, then the window
+            past = ROWS[kind].past(state.config)  # type: ignore[index]
+            unseen = (slot_BM < past) & empty_B[:, None] & masked
+            return unseen | (slot_BM >= past + open_B[:, None])
+        if field == "c_BRD":  # the learned initial state stands in for it, in every dialect
+            return empty_B[:, None].expand(-1, slots)
+        if not masked:  # zeros that are attended to
+            return torch.zeros(rows, slots, dtype=torch.bool)
+        if field in ("keys_BHME", "values_BHME", "tokens_BMD"):
+            written_B = state.windows_B * getattr(state.config, QUEUES[kind])
+            return slot_BM < slots - written_B[:, None]
+        if field.startswith(("z_", "cache_")):
+            return empty_B[:, None].expand(-1, slots)
+        return torch.zeros(rows, slots, dtype=torch.bool)
+
+    def spoiled(kind: str, field: str, tensor: Tensor) -> Tensor:
+        mask = excluded(kind, field, tensor)
+        mask = mask[:, None, :, None] if tensor.dim() == 4 else mask[:, :, None]
+        return tensor.masked_fill(mask, poison)
+
+    return map_state(state, spoiled)
+
+
+def at_odd_offset(tensor: Tensor) -> Tensor:
+    """The same values in memory that begins one entry after an aligned address."""
+    moved = torch.empty(tensor.numel() + 1, dtype=tensor.dtype)[1:].view(tensor.shape)
+    return moved.copy_(tensor)
