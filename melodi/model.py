@@ -24,13 +24,11 @@ from melodi.config import ModelConfig
 from melodi.config.kinds import KINDS
 from melodi.layers import make_layer
 from melodi.layers.frame import Layer, LayerMemory, OpenWindow, Probe, WindowPart
+from melodi.layers.nats import linear_nats
 from melodi.layers.transformer import RelativePositionBias, RMSNorm, Sight, randomise
 from melodi.memory import Fill, Fingerprint, Maker, MemoryState
 from melodi.reading import RaggedRows, Turn, alike, sights, token_sights, turns
 from melodi.sharded import gather
-
-LOSS_CHUNK = 2048
-"""Predictions whose logits exist at the same time in `LanguageModel.loss`."""
 
 
 class Scored(NamedTuple):
@@ -116,10 +114,10 @@ class LanguageModel(nn.Module):
         tokens_BT = self._checked(tokens_BT, state)
         targets_BT = boundary.checked_targets(tokens_BT, targets_BT, self.config)
         x_BTD, state, extra_loss = self._read(tokens_BT, state, probe=probe)
-        x_nD, targets_n = x_BTD.flatten(0, 1), targets_BT.flatten()
-        chunks = zip(x_nD.split(LOSS_CHUNK), targets_n.split(LOSS_CHUNK), strict=True)
-        nats = [checkpoint(self._nats, *chunk, use_reentrant=False) for chunk in chunks]
-        return Scored(torch.cat(nats).view_as(targets_BT), state, extra_loss)
+        nats_n = linear_nats(
+            x_BTD.flatten(0, 1), self.embedding.weight, targets_BT.flatten(), self.output_scale
+        )
+        return Scored(nats_n.view_as(targets_BT), state, extra_loss)
 
     def empty_state(self, batch_size: int) -> MemoryState:
         """The memory of rows that have read nothing."""
@@ -266,12 +264,8 @@ class LanguageModel(nn.Module):
         return Window(stream.x_BtD, tuple(memories), opened, extra_loss)
 
     def _logits(self, x_BTD: Tensor) -> Tensor:
-        return F.linear(x_BTD, self.embedding.weight) * self.output_scale
-
-    def _nats(self, x_nD: Tensor, targets_n: Tensor) -> Tensor:
-        logits_nV = self._logits(x_nD)
-        exact = torch.promote_types(logits_nV.dtype, torch.float32)
-        return F.cross_entropy(logits_nV.to(exact), targets_n, ignore_index=-1, reduction="none")
+        logits_BTV = F.linear(x_BTD, self.embedding.weight)
+        return logits_BTV if self.output_scale == 1.0 else logits_BTV * self.output_scale
 
     def _zeros(self, *size: int) -> Tensor:
         weight = self.embedding.weight

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from zoo import (
     KINDS,
+    VOCAB,
     WINDOW,
     ZOO,
     Pairs,
@@ -18,9 +19,9 @@ from zoo import (
     random_tokens,
 )
 
-import melodi
 from melodi import LanguageModel, ModelConfig
 from melodi.config import PRESETS
+from melodi.layers import nats
 
 every_kind = cases(ZOO)
 
@@ -36,7 +37,7 @@ def test_loss_is_the_cross_entropy_of_the_logits(
     logits, _ = model(tokens, model.empty_state(2))
     expected = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
     grads = torch.autograd.grad(expected, list(model.parameters()), allow_unused=True)
-    monkeypatch.setattr(melodi.model, "LOSS_CHUNK", 7)
+    monkeypatch.setattr(nats, "CHUNK_LOGITS", 7 * VOCAB)
     loss, state = model.loss(tokens, targets, model.empty_state(2))
     loss.backward()
     torch.testing.assert_close(loss, expected)
@@ -47,14 +48,34 @@ def test_loss_is_the_cross_entropy_of_the_logits(
 
 
 def test_loss_holds_few_logits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No more logits exist at the same time than a chunk's, backward too."""
+    """No more logits exist at the same time than a chunk's, and each is computed once."""
     model, sizes = make(KINDS["melodi"]), []
-    logits = model._logits
-    monkeypatch.setattr(melodi.model, "LOSS_CHUNK", 5)
-    monkeypatch.setattr(model, "_logits", lambda x: sizes.append(len(x)) or logits(x))
+    logits = nats.logits_of
+    monkeypatch.setattr(nats, "CHUNK_LOGITS", 5 * VOCAB)
+    monkeypatch.setattr(nats, "logits_of", lambda x, *_: sizes.append(len(x)) or logits(x, *_))
     tokens = random_tokens(2, 2 * WINDOW)
     model.loss(tokens, tokens, model.empty_state(2))[0].backward()
-    assert sizes == [5, 5, 5, 5, 4, 4, 5, 5, 5, 5]
+    assert sizes == [5, 5, 5, 5, 4]
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.3])
+def test_nats_have_any_gradient(scale: float) -> None:
+    """Of a sum, and of targets that weigh differently: value and gradients are those of the cross
+    entropy."""
+    x, weight = torch.randn(7, 5).double(), torch.randn(VOCAB, 5).double()
+    targets = torch.tensor([3, -1, 0, 22, 5, -1, 1])
+    for weights in (torch.ones(()).double().expand(7), torch.randn(7).double()):
+        grads = []
+        for ours in (True, False):
+            leaves = [tensor.clone().requires_grad_() for tensor in (x, weight)]
+            logits = leaves[0] @ leaves[1].T * scale
+            reference = F.cross_entropy(logits, targets, ignore_index=-1, reduction="none")
+            result = nats.linear_nats(*leaves, targets, scale) if ours else reference
+            torch.testing.assert_close(result, reference)
+            result.backward(weights)
+            grads.append([leaf.grad for leaf in leaves])
+        for a, b in zip(*grads, strict=True):
+            torch.testing.assert_close(a, b)
 
 
 @every_kind
@@ -112,8 +133,9 @@ def test_dropout_is_where_the_official_code_has_it(monkeypatch: pytest.MonkeyPat
     model(random_tokens(1, 2 * WINDOW), model.empty_state(1))
     width, summary = model.config.width, model.config.short_term_tokens
     xu, z, m = (WINDOW + summary, width), (summary, width), (2, width)
-    first = [xu, z, "attention 0.25", xu, m]
-    second = [xu, z, "attention 0.25", "attention 0.25", xu, m]
+    heads = (model.config.num_heads, WINDOW + summary, summary + WINDOW + summary)
+    first = [xu, z, heads, xu, m]
+    second = [xu, z, heads, "attention 0.25", xu, m]
     assert places == [*first, *second, (2 * WINDOW, width)]
 
 

@@ -36,6 +36,8 @@ class Pairs(NamedTuple):
         return Pairs(torch.cat(keys, dim=2), torch.cat(values, dim=2))
 
     def slots(self, start: int, stop: int | None = None) -> "Pairs":
+        if stop is None and start in (0, -self.keys_BHkE.size(2)):
+            return self  # a slice of everything costs a copy of its gradient
         return Pairs(self.keys_BHkE[:, :, start:stop], self.values_BHkE[:, :, start:stop])
 
     def split(self, slots: int) -> "tuple[Pairs, Pairs]":
@@ -231,6 +233,10 @@ def attend(
     mask = visible
     if bias is not None:
         mask = bias if visible is None else bias.masked_fill(~visible, float("-inf"))
+        if bias.requires_grad and q_BHtE.device.type == "cpu":
+            # On CPU a bias with a gradient takes torch's slow general path: this is faster.
+            p_BHtk = (q_BHtE @ k_BHkE.transpose(2, 3)).add_(mask).softmax(-1)
+            return F.dropout(p_BHtk, dropout, dropout > 0) @ v_BHkE
     return F.scaled_dot_product_attention(
         q_BHtE, k_BHkE, v_BHkE, attn_mask=mask, dropout_p=dropout, scale=1.0
     )

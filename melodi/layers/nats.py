@@ -1,0 +1,84 @@
+"""Nats of targets straight from hidden vectors: no more than a chunk of logits exists at a time.
+
+The gradient is taken in the forward pass, chunk by chunk, while the logits are there. That is
+possible because what comes back from a sum is one number; any other gradient is computed again.
+
+Shapes: n predictions, D width, V vocabulary.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+CHUNK_LOGITS = 1 << 22
+"""Logits that exist at the same time: more than 32 MB would be mapped afresh at each use."""
+
+
+def linear_nats(x_nD: Tensor, weight_VD: Tensor, targets_n: Tensor, scale: float) -> Tensor:
+    """-log softmax(scale · x·Wᵀ) at each target; zero where it is -1."""
+    if torch.is_grad_enabled() and (x_nD.requires_grad or weight_VD.requires_grad):
+        nats_n: Tensor = LinearNats.apply(x_nD, weight_VD, targets_n, scale)
+        return nats_n
+    parts = [
+        F.cross_entropy(logits_of(x, weight_VD, scale), t, ignore_index=-1, reduction="none")
+        for x, t in chunks(x_nD, targets_n, len(weight_VD))
+    ]
+    return torch.cat(parts)
+
+
+class LinearNats(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x_nD: Tensor, weight_VD: Tensor, targets_n: Tensor, scale: float
+    ) -> Tensor:
+        ctx.scale = scale
+        one_n = torch.ones((), device=x_nD.device).expand(len(x_nD))
+        nats_n, *grads = nats_and_gradients(x_nD, weight_VD, targets_n, one_n, scale)
+        ctx.save_for_backward(x_nD, weight_VD, targets_n, *grads)
+        return nats_n
+
+    @staticmethod
+    def backward(ctx: Any, grad_n: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        x_nD, weight_VD, targets_n, grad_x_nD, grad_weight_VD = ctx.saved_tensors
+        if grad_n.stride() == (0,):  # one number, seen n times: the gradient of a sum
+            return grad_x_nD * grad_n[0], grad_weight_VD * grad_n[0], None, None
+        _, *grads = nats_and_gradients(x_nD, weight_VD, targets_n, grad_n, ctx.scale)
+        return grads[0], grads[1], None, None
+
+
+def nats_and_gradients(
+    x_nD: Tensor, weight_VD: Tensor, targets_n: Tensor, grad_n: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The nats, and the gradients of their sum weighted by `grad_n`."""
+    nats, grads_x = [], []
+    grad_weight_VD = torch.zeros_like(weight_VD)
+    start = 0
+    for x_cD, target_c in chunks(x_nD, targets_n, len(weight_VD)):
+        logits_cV = logits_of(x_cD, weight_VD, scale)
+        counted_c1 = (target_c >= 0)[:, None]
+        place_c1 = target_c.clamp(min=0)[:, None]
+        total_c1 = logits_cV.logsumexp(-1, keepdim=True)
+        nats.append(((total_c1 - logits_cV.gather(1, place_c1)) * counted_c1)[:, 0])
+        # d nats / d logits = softmax - one at the target.
+        p_cV = logits_cV.sub_(total_c1).exp_()
+        p_cV.scatter_add_(1, place_c1, -torch.ones_like(total_c1))
+        weight_c1 = grad_n[start : start + len(x_cD), None] * counted_c1 * scale
+        p_cV = p_cV.mul_(weight_c1).to(x_nD.dtype)
+        grads_x.append(p_cV @ weight_VD)
+        grad_weight_VD += p_cV.T @ x_cD
+        start += len(x_cD)
+    return torch.cat(nats), torch.cat(grads_x).to(x_nD.dtype), grad_weight_VD
+
+
+def logits_of(x_nD: Tensor, weight_VD: Tensor, scale: float) -> Tensor:
+    """In float32 at least: bfloat16 would round nats to two digits."""
+    logits_nV = F.linear(x_nD, weight_VD)
+    logits_nV = logits_nV.to(torch.promote_types(logits_nV.dtype, torch.float32))
+    return logits_nV if scale == 1.0 else logits_nV * scale
+
+
+def chunks(x_nD: Tensor, targets_n: Tensor, vocab_size: int) -> "zip[tuple[Tensor, Tensor]]":
+    size = max(CHUNK_LOGITS // vocab_size, 1)
+    return zip(x_nD.split(size), targets_n.split(size), strict=True)
