@@ -65,11 +65,16 @@ class RMTLayer(Layer[TokenMemory]):
         pairs = Pairs(F.pad(keys, lacking), F.pad(values, lacking))
         if self.is_last:
             return pairs, None
-        assert sight.past is not None
-        visible, bias, _ = sight.past
+        among = sight.past
+        assert among is not None
+        assert among.visible_b1tk is not None
         newest = slice(self.past_slots - r_BPD.size(1), None)
-        bias = None if bias is None else bias[:, :, newest]
-        a_BHtE = self.block.attend(q_BHtE, pairs, Sight(visible[:, :, newest], bias))
+        bias = among.bias_bHtk
+        among = among._replace(
+            visible_b1tk=among.visible_b1tk[:, :, newest],
+            bias_bHtk=None if bias is None else bias[:, :, newest],
+        )
+        a_BHtE = self.block.attend(q_BHtE, pairs, among)
         return pairs, self.block.finish(r_BPD, a_BHtE)
 
     def write(self, seen: Seen, memory: TokenMemory, part: WindowPart) -> Written[TokenMemory]:
