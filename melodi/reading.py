@@ -200,12 +200,12 @@ def view_of_window(config: ModelConfig, kind: Kind, turn: Turn, write_tokens: in
     context_bt = past + position_b[:, None] + torch.arange(tokens, device="cpu")
     write_bt = key_k[past + window :].expand(len(context_bt), -1)
     distance_btk = torch.cat([context_bt, write_bt], dim=1)[:, :, None] - key_k
-    visible_btk = distance_btk >= (1 if config.answers.causal_mask == "strict" else 0)
+    visible_btk = distance_btk >= nearest(config)
     reach = kind.reach(config)
     if reach is not None:
         visible_btk = visible_btk & (distance_btk <= reach)
-    if kind.write_sees != "causal":
-        visible_btk[:, tokens:, past + window :] = kind.write_sees == "all"
+    if kind.write_sees(config) != "causal":
+        visible_btk[:, tokens:, past + window :] = kind.write_sees(config) == "all"
     if config.answers.empty_memory == "masked":
         empty_B = past - filled_past(config, kind, turn)
         visible_btk = visible_btk & (key_k >= empty_B[:, None, None])
@@ -214,15 +214,23 @@ def view_of_window(config: ModelConfig, kind: Kind, turn: Turn, write_tokens: in
 
 def view_of_past(config: ModelConfig, kind: Kind, turn: Turn) -> View | None:
     """Of the past's tokens among themselves, where they run through the stack."""
-    if kind.read_sees is None:
+    sees = kind.read_sees(config)
+    if sees is None:
         return None
     slot_P = torch.arange(kind.past(config), device="cpu")
-    distance_1PP = (slot_P[:, None] - slot_P)[None]
-    visible_1PP = distance_1PP >= 0 if kind.read_sees == "causal" else distance_1PP == distance_1PP
-    empty_B = kind.past(config) - filled_past(config, kind, turn)
-    # An empty slot sees itself: attention to nothing has no value.
-    visible_BPP = (visible_1PP & (slot_P >= empty_B[:, None, None])) | (distance_1PP == 0)
-    return View(visible_BPP, distance_1PP)
+    distance_bPP = (slot_P[:, None] - slot_P)[None]
+    visible_bPP = (distance_bPP >= nearest(config)) | (sees == "all")
+    if config.answers.empty_memory == "masked":
+        filled_BP = slot_P >= len(slot_P) - filled_past(config, kind, turn)[:, None]
+        # An empty slot sees itself: attention to nothing has no value.
+        itself_BPP = (distance_bPP == 0) & ~filled_BP[:, None]
+        visible_bPP = (visible_bPP & filled_BP[:, None]) | itself_BPP
+    return View(visible_bPP, distance_bPP)
+
+
+def nearest(config: ModelConfig) -> int:
+    """How far away the nearest token is that a token sees, where attention is causal."""
+    return 1 if config.answers.causal_mask == "strict" else 0
 
 
 def filled_past(config: ModelConfig, kind: Kind, turn: Turn) -> Tensor:

@@ -52,7 +52,7 @@ def read(
         x = [embedding_VD[token] for token in document[start : start + config.window]]
         if config.answers.embedding == "root":
             x = [x_D * root for x_D in x]
-        for x_D in read_window(config, weights, layers, x):
+        for x_D in layers[0].read_window(weights, layers, x):
             logit_V = embedding_VD @ rms_norm(x_D, weights["final_norm.weight"])
             logits_V.append(logit_V / root if config.answers.embedding == "unit" else logit_V)
     return torch.stack(logits_V)
@@ -106,6 +106,12 @@ class Layer:
             self.bias_table_HB = weights["embedding.weight"].new_zeros(config.num_heads, 32)
         else:
             self.bias_table_HB = weights[f"position_bias.tables.{index}"]
+
+    def read_window(
+        self, weights: dict[str, Tensor], layers: list["Layer"], x: list[Tensor]
+    ) -> list[Tensor]:
+        """Asked of the first layer: a window through the stack."""
+        return read_window(self.config, weights, layers, x)
 
     def past(self) -> list[Pair]:
         """What self-attention sees of earlier windows, at the positions just before the window."""

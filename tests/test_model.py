@@ -30,7 +30,8 @@ every_kind = cases(ZOO)
 def test_loss_is_the_cross_entropy_of_the_logits(
     config: ModelConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Mean nats over targets that are not -1, in value and gradient, however it is chunked."""
+    """Mean nats over targets that are not -1, in value and gradient, however it is chunked; beside
+    it a loss of the layer kind's own, if it has one."""
     model = make(config)
     tokens, targets = random_tokens(2, 2 * WINDOW + 1), random_tokens(2, 2 * WINDOW + 1, seed=1)
     targets[0, 3:7] = -1
@@ -40,7 +41,8 @@ def test_loss_is_the_cross_entropy_of_the_logits(
     monkeypatch.setattr(nats, "CHUNK_LOGITS", 7 * VOCAB)
     loss, state = model.loss(tokens, targets, model.empty_state(2))
     loss.backward()
-    torch.testing.assert_close(loss, expected)
+    extra_loss = model.nats(tokens, targets, model.empty_state(2)).extra_loss
+    torch.testing.assert_close(loss, expected + (0 if extra_loss is None else extra_loss))
     assert state.windows_B.tolist() == [2, 2]
     for parameter, grad in zip(model.parameters(), grads, strict=True):
         if grad is not None:

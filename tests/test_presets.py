@@ -129,7 +129,7 @@ def test_no_parameter_is_unused(name: str) -> None:
 def test_laptop_presets_are_comparable() -> None:
     """At most 2 M parameters, equal within 3 %; Memorizing : Melodi stays the paper's 8×."""
     sizes = {name: on_meta(PRESETS[name]).num_parameters for name in LAPTOP}
-    assert len(sizes) == 5
+    assert len(sizes) >= 5
     assert max(sizes.values()) <= 2_000_000
     assert max(sizes.values()) / min(sizes.values()) <= 1.03
     ratio = sum(PRESETS["laptop-memorizing"].memory_floats()) / sum(

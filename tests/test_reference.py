@@ -6,7 +6,7 @@ from dataclasses import replace
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reference import read
+from reference_stack import read
 from torch import Tensor
 from zoo import KINDS, VOCAB, WINDOW, ZOO, cases, make, random_tokens, weights_by_name
 
@@ -82,6 +82,7 @@ def test_equals_the_reference_at_random_sizes(
         memory_slots=slots,
         long_term_windows=windows,
         top_k=KINDS[kind].top_k and min(KINDS[kind].top_k, slots),
+        compression_rate=next(rate for rate in range(2, window + 1) if window % rate == 0),
     )
     document = torch.randint(0, VOCAB, (length,), generator=torch.Generator().manual_seed(seed))
     cuts = [cut for cut in (2 * window,) if cut < length]

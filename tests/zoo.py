@@ -35,6 +35,9 @@ _SIZES = ModelConfig(
     long_term_windows=3,
     recurrent_states=4,
     memory_slots=15,
+    memory_tokens=4,
+    compressed_slots=4,
+    compression_rate=2,
     layers=("plain",),
 )
 
@@ -53,6 +56,13 @@ KINDS = {
     "memorizing-top-k": replace(_SIZES, layers=("xl", "memorizing"), top_k=4),
     "memorizing-alone": replace(_SIZES, layers=("memorizing", "memorizing")),
     "no-memory": replace(_SIZES, layers=("plain", "plain")),
+    "rmt": replace(_SIZES, layers=("rmt", "rmt", "rmt")),
+    "rmt-causal": replace(_SIZES, layers=("rmt", "rmt"), memory_mask="causal"),
+    "autocompressor": replace(_SIZES, layers=("autocompressor",) * 3),
+    "compressive": replace(_SIZES, layers=("compressive", "compressive", "plain")),
+    "compressive-convolution": replace(
+        _SIZES, layers=("compressive", "xl", "compressive"), compressor="convolution"
+    ),
 }
 
 ZOO = {

@@ -12,7 +12,19 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 if TYPE_CHECKING:
     from melodi.config.model import ModelConfig
 
-LayerKind = Literal["short", "long", "long-only", "plain", "xl", "recurrent", "memorizing"]
+LayerKind = Literal[
+    "short",
+    "long",
+    "long-only",
+    "plain",
+    "xl",
+    "recurrent",
+    "memorizing",
+    "rmt",
+    "autocompressor",
+    "compressive",
+]
+Sees = Literal["causal", "all", "none"]
 Config: TypeAlias = "ModelConfig"
 
 
@@ -34,6 +46,8 @@ class Kind:
     """Refuses what else cannot be built."""
     floats: Callable[[Config], tuple[int, int]] = lambda c: (0, 0)
     """Short-term and long-term capacity of one layer, in floats per document."""
+    stack_floats: Callable[[Config], tuple[int, int]] = lambda c: (0, 0)
+    """The same of a memory that the whole stack has in common, kept in its first layer."""
     past: Callable[[Config], int] = nothing
     """Slots of earlier windows that precede the window in self-attention."""
     filled: Callable[[Config, int], int] | None = None
@@ -43,11 +57,11 @@ class Kind:
     """The furthest that a token sees; None: all that is there."""
     write_tokens: Callable[[Config], int] = nothing
     """Tokens that run behind a full window and compress it: the paper's summary tokens."""
-    write_sees: Literal["causal", "all", "none"] = "causal"
+    write_sees: Callable[[Config], Sees] = lambda c: "causal"
     """Which of each other these tokens see, beside all that precedes them."""
     table: str = "summary"
     """The name of the learned tokens that they start from."""
-    read_sees: Literal["all", "causal"] | None = None
+    read_sees: Callable[[Config], Sees | None] = lambda c: None
     """Where the past is made of tokens that run through the whole stack: what they see of each
     other."""
     biased: Callable[[Config], bool] = lambda c: True
@@ -126,6 +140,46 @@ def check_memorizing(c: Config) -> None:
         )
 
 
+def check_rmt(c: Config) -> None:
+    check_choice(c, "memory_mask", ("blocks", "causal"))
+    check_whole_stack(c)
+
+
+def check_autocompressor(c: Config) -> None:
+    check_compression(c, "long_term_tokens")
+    check_whole_stack(c)
+
+
+def check_whole_stack(c: Config) -> None:
+    other = next((kind for kind in c.layers if kind != c.family), None)
+    if other is not None:
+        raise ValueError(
+            f"layers mix {c.family!r} with {other!r}: its memory tokens run through every layer; "
+            f"make all layers {c.family!r}"
+        )
+
+
+def check_compressive(c: Config) -> None:
+    check_choice(c, "compressor", ("mean", "convolution"))
+    if c.window % c.compression_rate:
+        raise ValueError(
+            f"compression_rate={c.compression_rate} does not divide window={c.window}: "
+            "choose a divisor of the window"
+        )
+
+
+def filled_compressive(c: Config, n: int) -> int:
+    """The window before, and what those before it were compressed into."""
+    if n == 0:
+        return 0
+    return c.window + min((n - 1) * (c.window // c.compression_rate), c.compressed_slots)
+
+
+def check_choice(c: Config, name: str, known: tuple[str, ...]) -> None:
+    if getattr(c, name) not in known:
+        raise ValueError(f"{name}={getattr(c, name)!r}: choose one of {', '.join(known)}")
+
+
 KINDS: dict[LayerKind, Kind] = {
     "short": Kind(
         layer="melodi.ShortTermLayer",
@@ -175,5 +229,38 @@ KINDS: dict[LayerKind, Kind] = {
         past=lambda c: c.window,
         reach=lambda c: c.window,
         biased=lambda c: c.answers.memorizing_bias,
+    ),
+    "rmt": Kind(
+        layer="rmt.RMTLayer",
+        family="rmt",
+        needs=("memory_tokens",),
+        check=check_rmt,
+        stack_floats=lambda c: (c.memory_tokens * c.width, 0),
+        past=lambda c: c.memory_tokens,
+        filled=lambda c, n: c.memory_tokens,
+        write_tokens=lambda c: c.memory_tokens,
+        write_sees=lambda c: "all" if c.memory_mask == "blocks" else "causal",
+        table="memory",
+        read_sees=lambda c: "all" if c.memory_mask == "blocks" else "causal",
+    ),
+    "autocompressor": Kind(
+        layer="autocompressor.AutoCompressorLayer",
+        family="autocompressor",
+        needs=("long_term_tokens", "long_term_windows"),
+        check=check_autocompressor,
+        stack_floats=lambda c: (0, c.long_term_tokens * c.long_term_windows * c.width),
+        past=lambda c: c.long_term_tokens * c.long_term_windows,
+        filled=lambda c, n: c.long_term_tokens * min(n, c.long_term_windows),
+        write_tokens=lambda c: c.long_term_tokens,
+        read_sees=lambda c: "causal",
+    ),
+    "compressive": Kind(
+        layer="compressive.CompressiveLayer",
+        family="xl",
+        needs=("compressed_slots", "compression_rate"),
+        check=check_compressive,
+        floats=lambda c: (c.window * c.width, c.compressed_slots * c.width),
+        past=lambda c: c.compressed_slots + c.window,
+        filled=filled_compressive,
     ),
 }

@@ -8,7 +8,7 @@ import dataclasses
 import hashlib
 import json
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from melodi.config.dialects import Dialect, check_keys, parse_dialect
 from melodi.config.kinds import KINDS, LayerKind
@@ -50,6 +50,16 @@ class ModelConfig:
     """Key-value pairs, in tokens, that the Memorizing layer holds."""
     top_k: int | None = None
     """Memorizing reads only the k best pairs per head and query; all of them when not given."""
+    memory_tokens: int = 0
+    """Memory tokens of RMT, and write tokens of ARMT [R]."""
+    memory_mask: Literal["blocks", "causal"] = "blocks"
+    """RMT's memory tokens see each other whole, as in its paper, or only the earlier ones."""
+    compressed_slots: int = 0
+    """Compressed vectors that a layer of the Compressive Transformer holds [C]."""
+    compression_rate: int = 0
+    """Neighbouring vectors that the Compressive Transformer makes into one [c]."""
+    compressor: Literal["mean", "convolution"] = "mean"
+    """How it makes them into one; the convolution is learned, by a loss of its own."""
     dropout: float = 0.0
 
     def __post_init__(self) -> None:
@@ -92,6 +102,7 @@ class ModelConfig:
     def memory_floats(self) -> tuple[int, int]:
         """Short-term and long-term capacity, in floats per document (the paper's Memory column)."""
         floats = [KINDS[kind].floats(self) for kind in self.layers]
+        floats.append(KINDS[self.layers[0]].stack_floats(self))
         return sum(short for short, _ in floats), sum(long for _, long in floats)
 
     def to_dict(self) -> dict[str, Any]:

@@ -82,6 +82,11 @@ def _paper_family(num_layers: int, long_term_layer: int) -> dict[str, ModelConfi
 PRESETS: dict[str, ModelConfig] = {
     **{f"paper-{name}": config for name, config in _paper_family(13, 8).items()},
     **{f"paper-{name}-12": config for name, config in _paper_family(12, 6).items()},
+    "paper-rmt": _paper(_all(13, "rmt"), memory_tokens=128),
+    "paper-autocompressor": _paper(
+        _all(13, "autocompressor"), long_term_tokens=32, long_term_windows=128
+    ),
+    "paper-compressive": _paper(_all(13, "compressive"), compressed_slots=512, compression_rate=4),
     "laptop-melodi": _laptop(
         sandwich(6, long_term=(3,)),
         short_term_tokens=16,
@@ -93,6 +98,11 @@ PRESETS: dict[str, ModelConfig] = {
     "laptop-block-recurrent": _laptop(_at(5, -3, "recurrent"), recurrent_states=64, ffn_width=544),
     "laptop-memorizing": _laptop(_at(6, 3, "memorizing"), memory_slots=4096),
     "laptop-no-memory": _laptop(_all(6, "plain")),
+    "laptop-rmt": _laptop(_all(6, "rmt"), memory_tokens=16),
+    "laptop-autocompressor": _laptop(
+        _all(6, "autocompressor"), long_term_tokens=4, long_term_windows=64
+    ),
+    "laptop-compressive": _laptop(_all(6, "compressive"), compressed_slots=64, compression_rate=4),
 }
 
 
