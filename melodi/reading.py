@@ -106,6 +106,8 @@ def token_sights(
     place, strict = turn.place, config.answers.causal_mask == "strict"
     if place is None or int(turn.length_B[0]) > 1 or place + 1 == config.window:
         return None
+    if place == 0 and any(KINDS[kind].read_sees(config) for kind in config.layers):
+        return None  # memory tokens run through the stack, and need their own sight
     slots = max(KINDS[kind].past(config) for kind in config.layers) + config.window
     bias = position_bias.by_distance(range(len(config.layers)), slots)
     ranges = {}

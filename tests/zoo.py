@@ -123,12 +123,19 @@ def weights_by_name(model: LanguageModel) -> dict[str, Tensor]:
     }
 
 
-QUEUES = {"long": "long_term_tokens", "long-only": "long_term_tokens", "memorizing": "window"}
+QUEUES = {
+    "long": "long_term_tokens",
+    "long-only": "long_term_tokens",
+    "memorizing": "window",
+    "autocompressor": "long_term_tokens",
+}
 """Layer kinds with a queue, and the size that says how many entries a window adds to it."""
 
 
 def queues(config: ModelConfig) -> dict[int, tuple[str, int, int]]:
     """Layer -> the queue's field, the entries that a window adds, and the axis of its slots."""
+    if config.layers[0] == "autocompressor":  # one queue for the stack
+        return {0: ("tokens_BMD", config.long_term_tokens, 1)}
     found = {}
     for i, kind in enumerate(config.layers):
         if kind in QUEUES:
@@ -162,17 +169,22 @@ def spoil(state: MemoryState, poison: float) -> MemoryState:
         if field == "kept_BWD":
             return slot_BM >= open_B[:, None]
         if field in ("keys_BHkE", "values_BHkE"):  # of an open window: the past, then the window
-            past = ROWS[kind].past(state.config)  # type: ignore[index]
-            unseen = (slot_BM < past) & empty_B[:, None] & masked
+            row = ROWS[kind]  # type: ignore[index]
+            past = row.past(state.config)
+            filled = [row.filled_past(state.config, n) for n in state.windows_B.tolist()]
+            unseen = (slot_BM < past - torch.tensor(filled)[:, None]) & masked
             return unseen | (slot_BM >= past + open_B[:, None])
-        if field == "c_BRD":  # the learned initial state stands in for it, in every dialect
+        if field == "c_BRD" or kind == "rmt":  # a learned first state, in every dialect
             return empty_B[:, None].expand(-1, slots)
         if not masked:  # zeros that are attended to
             return torch.zeros(rows, slots, dtype=torch.bool)
         if field in ("keys_BHME", "values_BHME", "tokens_BMD"):
             written_B = state.windows_B * getattr(state.config, QUEUES[kind])
             return slot_BM < slots - written_B[:, None]
-        if field.startswith(("z_", "cache_")):
+        if field == "compressed_BCD":
+            per_window = state.config.window // state.config.compression_rate
+            return slot_BM < slots - ((state.windows_B - 1) * per_window).clamp(min=0)[:, None]
+        if field.startswith(("z_", "cache_", "memory_")):
             return empty_B[:, None].expand(-1, slots)
         return torch.zeros(rows, slots, dtype=torch.bool)
 

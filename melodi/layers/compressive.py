@@ -36,7 +36,6 @@ class CompressiveMemory(NamedTuple):
 class CompressiveLayer(Layer[CompressiveMemory]):
     carries = CompressiveMemory
     past_is = "memory"
-    projects_past = True
     keeps = True
 
     def __init__(self, config: ModelConfig, index: int) -> None:

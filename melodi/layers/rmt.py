@@ -34,7 +34,6 @@ class RMTLayer(Layer[TokenMemory]):
 
     carries = TokenMemory
     past_is = "memory-tokens"
-    projects_past = True
 
     def __init__(self, config: ModelConfig, index: int) -> None:
         super().__init__(config, index)
