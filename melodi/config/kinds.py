@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 if TYPE_CHECKING:
     from melodi.config.model import ModelConfig
 
-LayerKind = Literal["short", "long", "long-only", "plain", "xl", "recurrent", "memorizing"]
+LayerKind = Literal[
+    "short", "long", "long-only", "plain", "xl", "recurrent", "memorizing", "infini", "armt"
+]
 Config: TypeAlias = "ModelConfig"
 
 
@@ -175,5 +177,18 @@ KINDS: dict[LayerKind, Kind] = {
         past=lambda c: c.window,
         reach=lambda c: c.window,
         biased=lambda c: c.answers.memorizing_bias,
+    ),
+    "infini": Kind(
+        layer="infini.InfiniLayer",
+        family="xl",
+        floats=lambda c: (0, c.num_heads * c.head_size * (c.head_size + 1)),
+    ),
+    "armt": Kind(
+        layer="armt.ARMTLayer",
+        family="armt",
+        needs=("memory_tokens", "associative_width"),
+        floats=lambda c: (0, 6 * c.associative_width * (c.width + 1)),
+        write_tokens=lambda c: c.memory_tokens,
+        table="memory",
     ),
 }

@@ -93,6 +93,13 @@ PRESETS: dict[str, ModelConfig] = {
     "laptop-block-recurrent": _laptop(_at(5, -3, "recurrent"), recurrent_states=64, ffn_width=544),
     "laptop-memorizing": _laptop(_at(6, 3, "memorizing"), memory_slots=4096),
     "laptop-no-memory": _laptop(_all(6, "plain")),
+    "paper-infini": _paper(_all(13, "infini")),
+    "laptop-infini": _laptop(_all(6, "infini")),
+    # The authors' own sizes for a window of 512; the laptop's feed-forward pays for the matrices.
+    "paper-armt": _paper(_all(13, "armt"), memory_tokens=10, associative_width=64),
+    "laptop-armt": _laptop(
+        _all(6, "armt"), memory_tokens=10, associative_width=16, ffn_width=432
+    ),
 }
 
 
