@@ -8,6 +8,7 @@ windows, and what is carried after each window. The last window stays open.
 import itertools
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,9 @@ import torch
 from torch import Tensor
 from zoo import KINDS, WINDOW, ZOO, make, random_tokens
 
-from melodi import LanguageModel, ModelConfig
+from melodi import LanguageModel, MemoryState, ModelConfig
+from melodi.config import PRESETS
+from melodi.layers import armt, associative, infini
 
 FOLDER = Path(__file__).parent / "golden" / "related"
 TOLERANCE = 1e-10
@@ -132,3 +135,113 @@ def test_a_reset_row_starts_the_public_run_anew(name: str) -> None:
     logits_BTV, _ = model(shifted, state)
     assert_close(logits_BTV[0], golden.logits_BTV[0, :48])
     assert_close(logits_BTV[1], golden.logits_BTV[1, 21:69])
+
+
+associative_kinds = pytest.mark.parametrize(
+    "config",
+    [config for name, config in ZOO.items() if name.startswith(("infini", "armt"))],
+    ids=[name for name in ZOO if name.startswith(("infini", "armt"))],
+)
+
+
+@associative_kinds
+def test_a_row_that_has_read_nothing_has_a_gradient(config: ModelConfig) -> None:
+    """What is stored is zero in it, and so is the sum to divide by: no gradient becomes NaN, and
+    those of the row are the same beside a row that has read as alone."""
+    model = make(config).float()
+    _, state = model(random_tokens(2, 2 * WINDOW + 1), model.empty_state(2))
+    tokens = random_tokens(2, 2 * WINDOW, seed=1)
+    logits, _ = model(tokens, state.detach().forget([True, False]))
+    beside = torch.autograd.grad(logits[0].square().sum(), list(model.parameters()))
+    logits, _ = model(tokens[:1], model.empty_state(1))
+    alone = torch.autograd.grad(logits.square().sum(), list(model.parameters()))
+    for a, b in zip(beside, alone, strict=True):
+        assert a.isfinite().all()
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3 * (1 + b.abs().max().item()))
+
+
+@associative_kinds
+def test_an_associative_memory_goes_through_a_file(config: ModelConfig, tmp_path: Path) -> None:
+    """In the middle of a window too: the reading goes on with the same logits."""
+    model = make(config)
+    _, state = model(random_tokens(2, 2 * WINDOW + 2), model.empty_state(2))
+    state.save(tmp_path / "memory.safetensors")
+    loaded = MemoryState.load(tmp_path / "memory.safetensors")
+    tokens = random_tokens(2, WINDOW, seed=1)
+    assert torch.equal(model(tokens, loaded)[0], model(tokens, state)[0])
+
+
+@pytest.mark.parametrize(("name", "module"), [("infini", infini), ("armt", armt)])
+def test_sums_over_a_document_are_exact(
+    name: str, module: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under autocast what is read and stored is computed in float32: sums that grow with every
+    window would lose in bfloat16 what is added late."""
+    seen: list[torch.dtype] = []
+
+    def watched(function: Any) -> Any:
+        def run(*args: Any) -> Tensor:
+            result: Tensor = function(*args)
+            seen.append(result.dtype)
+            assert not torch.is_autocast_enabled("cpu")
+            assert {a.dtype for a in args if isinstance(a, Tensor)} == {torch.float32}
+            return result
+
+        return run
+
+    monkeypatch.setattr(module, "recalled", watched(associative.recalled))
+    monkeypatch.setattr(module, "stored", watched(associative.stored))
+    model = make(KINDS[name]).float()
+    with torch.autocast("cpu", torch.bfloat16):
+        model(random_tokens(1, 2 * WINDOW), model.empty_state(1))
+    assert set(seen) == {torch.float32}
+
+
+def test_features_of_infini_stay_above_zero() -> None:
+    """elu(a) + 1 exactly, and not zero where the exponential is far below the precision of one."""
+    a = torch.linspace(-8, 8, 101).double()
+    torch.testing.assert_close(infini.features(a), torch.nn.functional.elu(a) + 1)
+    assert (infini.features(torch.tensor([-30.0, -80.0])) > 0).all()
+
+
+def test_a_vanishing_scale_leaves_infini_finite() -> None:
+    """Queries are freed of the learned attention scale, also where that passes through zero."""
+    model = make(KINDS["infini-delta"])
+    with torch.no_grad():
+        model.layers[0].block.scale.factor[0] = 0
+    logits, _ = model(random_tokens(1, 2 * WINDOW), model.empty_state(1))
+    logits.sum().backward()
+    assert logits.isfinite().all()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+
+
+def test_armt_starts_as_a_model_without_memory() -> None:
+    """W_v is zero: before training nothing is stored, and earlier windows change no logit."""
+    model = LanguageModel(PRESETS["laptop-armt"]).eval()
+    tokens = torch.arange(2 * 64)[None]
+    logits, state = model(tokens, model.empty_state(1))
+    alone, _ = model(tokens[:, 64:], model.empty_state(1))
+    torch.testing.assert_close(logits[:, 64:], alone)
+    assert all((memory.A_BKD == 0).all() and memory.z_BK.any() for memory in state.layers)
+
+
+def test_laptop_sizes_of_associative_memory() -> None:
+    """N·H·E·(E + 1) and N·K·(D + 1) floats."""
+    assert PRESETS["laptop-infini"].memory_floats() == (0, 25_344)
+    assert PRESETS["laptop-armt"].memory_floats() == (0, 74_304)
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "message"),
+    [
+        ("infini", dict(infini_update="fast"), "infini_update='fast' is unknown: choose one of"),
+        ("no-memory", dict(infini_update="delta"), "infini_update='delta' without effect"),
+        ("armt", dict(memory_tokens=0), "memory_tokens=0: a 'armt' layer needs at least 1"),
+        ("armt", dict(associative_width=0), "associative_width=0: a 'armt' layer needs"),
+        ("armt", dict(layers=("armt", "infini")), "layers mix Armt with 'infini'"),
+    ],
+)
+def test_what_cannot_be_built(kind: str, change: dict[str, Any], message: str) -> None:
+    """Is refused with the value and the cure."""
+    with pytest.raises(ValueError, match=message):
+        replace(KINDS[kind], **change)

@@ -22,6 +22,8 @@ _SIZES = ModelConfig(
     long_term_windows=3,
     recurrent_states=4,
     memory_slots=15,
+    memory_tokens=3,
+    associative_width=2,
     layers=("plain",),
 )
 
@@ -40,6 +42,11 @@ KINDS = {
     "memorizing-top-k": replace(_SIZES, layers=("xl", "memorizing"), top_k=4),
     "memorizing-alone": replace(_SIZES, layers=("memorizing", "memorizing")),
     "no-memory": replace(_SIZES, layers=("plain", "plain")),
+    "infini": replace(_SIZES, layers=("infini", "plain", "infini")),
+    "infini-delta": replace(_SIZES, layers=("infini", "infini"), infini_update="delta"),
+    "infini-in-xl": replace(_SIZES, layers=("xl", "infini", "memorizing")),
+    "armt": replace(_SIZES, layers=("armt", "armt", "armt")),
+    "armt-few": replace(_SIZES, layers=("armt", "plain", "armt", "plain")),
 }
 
 ZOO = {

@@ -97,9 +97,7 @@ PRESETS: dict[str, ModelConfig] = {
     "laptop-infini": _laptop(_all(6, "infini")),
     # The authors' own sizes for a window of 512; the laptop's feed-forward pays for the matrices.
     "paper-armt": _paper(_all(13, "armt"), memory_tokens=10, associative_width=64),
-    "laptop-armt": _laptop(
-        _all(6, "armt"), memory_tokens=10, associative_width=16, ffn_width=432
-    ),
+    "laptop-armt": _laptop(_all(6, "armt"), memory_tokens=10, associative_width=16, ffn_width=432),
 }
 
 
