@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from zoo import KINDS, WINDOW, ZOO, make, random_tokens
 
-from melodi import LanguageModel, MemoryState, ModelConfig
+from melodi import LanguageModel, ModelConfig
 from melodi.config import PRESETS
 from melodi.layers import armt, associative, infini
 
@@ -158,17 +158,6 @@ def test_a_row_that_has_read_nothing_has_a_gradient(config: ModelConfig) -> None
     for a, b in zip(beside, alone, strict=True):
         assert a.isfinite().all()
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3 * (1 + b.abs().max().item()))
-
-
-@associative_kinds
-def test_an_associative_memory_goes_through_a_file(config: ModelConfig, tmp_path: Path) -> None:
-    """In the middle of a window too: the reading goes on with the same logits."""
-    model = make(config)
-    _, state = model(random_tokens(2, 2 * WINDOW + 2), model.empty_state(2))
-    state.save(tmp_path / "memory.safetensors")
-    loaded = MemoryState.load(tmp_path / "memory.safetensors")
-    tokens = random_tokens(2, WINDOW, seed=1)
-    assert torch.equal(model(tokens, loaded)[0], model(tokens, state)[0])
 
 
 @pytest.mark.parametrize(("name", "module"), [("infini", infini), ("armt", armt)])

@@ -187,6 +187,7 @@ KINDS: dict[LayerKind, Kind] = {
         layer="armt.ARMTLayer",
         family="armt",
         needs=("memory_tokens", "associative_width"),
+        # DPFP-3 makes six features of each entry of a key.
         floats=lambda c: (0, 6 * c.associative_width * (c.width + 1)),
         write_tokens=lambda c: c.memory_tokens,
         table="memory",
