@@ -86,7 +86,6 @@ def test_equals_the_reference_at_random_sizes(
         window=window,
         memory_slots=slots,
         long_term_windows=windows,
-        associative_width=windows,
         top_k=KINDS[kind].top_k and min(KINDS[kind].top_k, slots),
     )
     document = torch.randint(0, VOCAB, (length,), generator=torch.Generator().manual_seed(seed))

@@ -23,7 +23,7 @@ _SIZES = ModelConfig(
     recurrent_states=4,
     memory_slots=15,
     memory_tokens=3,
-    associative_width=2,
+    associative_width=2,  # with random weights a wider ARMT grows beyond what float64 can tell
     layers=("plain",),
 )
 
