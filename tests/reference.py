@@ -23,7 +23,7 @@ from torch import Tensor
 from melodi import ModelConfig
 
 EPSILON = 1e-6
-REMEMBERING = ("short", "long", "long-only")
+REMEMBERING = ("short", "long", "long-only", "armt")
 
 Pair = tuple[Tensor, Tensor]
 """The key and the value of one token, each (H, E)."""
@@ -65,13 +65,16 @@ def read_window(
     tokens run along, up to the last layer that remembers with them."""
     full = len(x) == config.window
     compressing = [i for i, kind in enumerate(config.layers) if kind in REMEMBERING]
-    u = list(weights["summary"]) if compressing and full else []
+    mixing = "armt" not in config.layers
+    u = list(weights["summary" if mixing else "memory"]) if compressing and full else []
     for i, layer in enumerate(layers):
         x, u = layer.block(x, u)
         if full:
             layer.remember(x, u)
-        if u:
-            u = layer.mix("up", x, u) if i < compressing[-1] else []
+        if u and i == compressing[-1]:
+            u = []
+        elif u and mixing:
+            u = layer.mix("up", x, u)
     return x
 
 
@@ -377,6 +380,92 @@ class MemorizingLayer(XLLayer):
         super().remember(x, u)
 
 
+class InfiniLayer(Layer):
+    """Infini-attention: per head a matrix M of values by features of keys, and their sum z."""
+
+    def __init__(self, config: ModelConfig, weights: dict[str, Tensor], index: int) -> None:
+        super().__init__(config, weights, index)
+        E = config.head_size
+        self.M_HEE = weights["embedding.weight"].new_zeros(config.num_heads, E, E)
+        self.z_HE = weights["embedding.weight"].new_zeros(config.num_heads, E)
+        self.at_start = True
+
+    def feature(self, q_HE: Tensor) -> Tensor:
+        """elu + 1, of vectors with entries of about unit size."""
+        if self.answers.attention != "scaled":
+            q_HE = q_HE * math.sqrt(self.config.head_size)
+        return torch.where(q_HE > 0, q_HE, q_HE.clamp(max=0).exp() - 1) + 1
+
+    def look_up(self, feature_HE: Tensor) -> Tensor:
+        weight_H1 = (feature_HE * self.z_HE).sum(-1, keepdim=True)
+        return torch.einsum("hk,hkv->hv", feature_HE, self.M_HEE) / weight_H1
+
+    def and_memory(self, token_D: Tensor, self_HE: Tensor) -> Tensor:
+        if self.at_start:
+            return self_HE
+        gate_H1 = torch.sigmoid(self.weights["gate.logit"])[:, None]
+        memory_HE = self.look_up(self.feature(self.query(token_D)))
+        return gate_H1 * memory_HE + (1 - gate_H1) * self_HE
+
+    def remember(self, x: list[Tensor], u: list[Tensor]) -> None:
+        M_HEE, z_HE = self.M_HEE, self.z_HE
+        for key_HE, value_HE in self.x_pairs:
+            feature_HE = self.feature(key_HE)
+            if self.config.infini_update == "delta" and not self.at_start:
+                value_HE = value_HE - self.look_up(feature_HE)
+            M_HEE = M_HEE + torch.einsum("hk,hv->hkv", feature_HE, value_HE)
+            z_HE = z_HE + feature_HE
+        self.M_HEE, self.z_HE, self.at_start = M_HEE, z_HE, False
+
+    def detach(self) -> None:
+        self.M_HEE, self.z_HE = self.M_HEE.detach(), self.z_HE.detach()
+
+
+class ARMTLayer(Layer):
+    """ARMT: a matrix A of values by features of their keys, written by tokens behind the window."""
+
+    def __init__(self, config: ModelConfig, weights: dict[str, Tensor], index: int) -> None:
+        super().__init__(config, weights, index)
+        features = 6 * config.associative_width
+        self.A_KD = weights["embedding.weight"].new_zeros(features, config.width)
+        self.z_K = weights["embedding.weight"].new_zeros(features)
+        self.at_start = True
+
+    def feature(self, name: str, token_D: Tensor) -> Tensor:
+        """DPFP-3: each entry of [relu(a); relu(-a)] times those 1, 2 and 3 places before it."""
+        a = self.weights[f"{name}.weight"] @ token_D
+        r = [*a.relu(), *(-a).relu()]
+        return torch.stack([r[i] * r[(i - j) % len(r)] for j in (1, 2, 3) for i in range(len(r))])
+
+    def look_up(self, feature_K: Tensor) -> Tensor:
+        return feature_K @ self.A_KD / (feature_K @ self.z_K + 1e-5)
+
+    def block(self, x: list[Tensor], u: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        if not self.at_start:
+            x, u = (
+                [token_D + self.look_up(self.feature("W_mq", token_D)) for token_D in tokens]
+                for tokens in (x, u)
+            )
+        return super().block(x, u)
+
+    def remember(self, x: list[Tensor], u: list[Tensor]) -> None:
+        A_KD, z_K = self.A_KD, self.z_K
+        for u_D in u:
+            feature_K = self.feature("W_mk", u_D)
+            value_D, new = self.weights["W_mv.weight"] @ u_D, 1.0
+            if not self.at_start:
+                value_D = value_D - self.look_up(feature_K)
+                known = (feature_K @ self.z_K + 1e-5) / (feature_K @ feature_K + 1e-5)
+                new = min(max(1 - known.item(), 0.0), 1.0)
+            strength = torch.sigmoid(self.linear("W_mb", u_D))
+            A_KD = A_KD + torch.outer(feature_K, strength * value_D)
+            z_K = z_K + new * feature_K
+        self.A_KD, self.z_K, self.at_start = A_KD, z_K, False
+
+    def detach(self) -> None:
+        self.A_KD, self.z_K = self.A_KD.detach(), self.z_K.detach()
+
+
 def detached(pairs: list[Pair]) -> list[Pair]:
     return [(key_HE.detach(), value_HE.detach()) for key_HE, value_HE in pairs]
 
@@ -389,4 +478,6 @@ LAYERS: dict[str, type[Layer]] = {
     "xl": XLLayer,
     "recurrent": RecurrentLayer,
     "memorizing": MemorizingLayer,
+    "infini": InfiniLayer,
+    "armt": ARMTLayer,
 }

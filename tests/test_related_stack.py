@@ -363,7 +363,11 @@ def test_floats(name: str) -> None:
     ("kind", "changes", "message"),
     [
         ("rmt", dict(memory_tokens=0), "memory_tokens=0: a 'rmt' layer needs at least 1"),
-        ("rmt", dict(memory_mask="full"), "memory_mask='full': choose one of blocks, causal"),
+        (
+            "rmt",
+            dict(memory_mask="full"),
+            "memory_mask='full' is unknown: choose one of blocks, causal",
+        ),
         ("rmt", dict(layers=("rmt", "plain")), "make all layers 'rmt'"),
         ("rmt", dict(layers=("rmt", "autocompressor")), "only kinds of one family"),
         ("autocompressor", dict(layers=("plain", "autocompressor")), "make all layers 'autoc"),
@@ -372,7 +376,11 @@ def test_floats(name: str) -> None:
         ("compressive", dict(compressed_slots=0), "compressed_slots=0"),
         ("compressive", dict(compression_rate=0), "compression_rate=0"),
         ("compressive", dict(compression_rate=4), "does not divide window=6"),
-        ("compressive", dict(compressor="max"), "compressor='max': choose one of mean, conv"),
+        (
+            "compressive",
+            dict(compressor="max"),
+            "compressor='max' is unknown: choose one of mean, conv",
+        ),
     ],
 )
 def test_refusals(kind: str, changes: dict[str, Any], message: str) -> None:

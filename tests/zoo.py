@@ -35,9 +35,10 @@ _SIZES = ModelConfig(
     long_term_windows=3,
     recurrent_states=4,
     memory_slots=15,
-    memory_tokens=4,
+    memory_tokens=3,
     compressed_slots=4,
     compression_rate=2,
+    associative_width=2,  # with random weights a wider ARMT grows beyond what float64 can tell
     layers=("plain",),
 )
 
@@ -63,6 +64,11 @@ KINDS = {
     "compressive-convolution": replace(
         _SIZES, layers=("compressive", "xl", "compressive"), compressor="convolution"
     ),
+    "infini": replace(_SIZES, layers=("infini", "plain", "infini")),
+    "infini-delta": replace(_SIZES, layers=("infini", "infini"), infini_update="delta"),
+    "infini-in-xl": replace(_SIZES, layers=("xl", "infini", "memorizing")),
+    "armt": replace(_SIZES, layers=("armt", "armt", "armt")),
+    "armt-few": replace(_SIZES, layers=("armt", "plain", "armt", "plain")),
 }
 
 ZOO = {
@@ -184,7 +190,7 @@ def spoil(state: MemoryState, poison: float) -> MemoryState:
         if field == "compressed_BCD":
             per_window = state.config.window // state.config.compression_rate
             return slot_BM < slots - ((state.windows_B - 1) * per_window).clamp(min=0)[:, None]
-        if field.startswith(("z_", "cache_", "memory_")):
+        if field.startswith(("z_BSD", "cache_", "memory_")):
             return empty_B[:, None].expand(-1, slots)
         return torch.zeros(rows, slots, dtype=torch.bool)
 

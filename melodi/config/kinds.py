@@ -23,6 +23,8 @@ LayerKind = Literal[
     "rmt",
     "autocompressor",
     "compressive",
+    "infini",
+    "armt",
 ]
 Sees = Literal["causal", "all", "none"]
 Config: TypeAlias = "ModelConfig"
@@ -140,11 +142,6 @@ def check_memorizing(c: Config) -> None:
         )
 
 
-def check_rmt(c: Config) -> None:
-    check_choice(c, "memory_mask", ("blocks", "causal"))
-    check_whole_stack(c)
-
-
 def check_autocompressor(c: Config) -> None:
     check_compression(c, "long_term_tokens")
     check_whole_stack(c)
@@ -160,7 +157,6 @@ def check_whole_stack(c: Config) -> None:
 
 
 def check_compressive(c: Config) -> None:
-    check_choice(c, "compressor", ("mean", "convolution"))
     if c.window % c.compression_rate:
         raise ValueError(
             f"compression_rate={c.compression_rate} does not divide window={c.window}: "
@@ -173,11 +169,6 @@ def filled_compressive(c: Config, n: int) -> int:
     if n == 0:
         return 0
     return c.window + min((n - 1) * (c.window // c.compression_rate), c.compressed_slots)
-
-
-def check_choice(c: Config, name: str, known: tuple[str, ...]) -> None:
-    if getattr(c, name) not in known:
-        raise ValueError(f"{name}={getattr(c, name)!r}: choose one of {', '.join(known)}")
 
 
 KINDS: dict[LayerKind, Kind] = {
@@ -234,7 +225,7 @@ KINDS: dict[LayerKind, Kind] = {
         layer="rmt.RMTLayer",
         family="rmt",
         needs=("memory_tokens",),
-        check=check_rmt,
+        check=check_whole_stack,
         stack_floats=lambda c: (c.memory_tokens * c.width, 0),
         past=lambda c: c.memory_tokens,
         filled=lambda c, n: c.memory_tokens,
@@ -262,5 +253,19 @@ KINDS: dict[LayerKind, Kind] = {
         floats=lambda c: (c.window * c.width, c.compressed_slots * c.width),
         past=lambda c: c.compressed_slots + c.window,
         filled=filled_compressive,
+    ),
+    "infini": Kind(
+        layer="infini.InfiniLayer",
+        family="xl",
+        floats=lambda c: (0, c.num_heads * c.head_size * (c.head_size + 1)),
+    ),
+    "armt": Kind(
+        layer="armt.ARMTLayer",
+        family="armt",
+        needs=("memory_tokens", "associative_width"),
+        # DPFP-3 makes six features of each entry of a key.
+        floats=lambda c: (0, 6 * c.associative_width * (c.width + 1)),
+        write_tokens=lambda c: c.memory_tokens,
+        table="memory",
     ),
 }

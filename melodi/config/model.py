@@ -8,7 +8,7 @@ import dataclasses
 import hashlib
 import json
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args, get_origin
 
 from melodi.config.dialects import Dialect, check_keys, parse_dialect
 from melodi.config.kinds import KINDS, LayerKind
@@ -60,6 +60,11 @@ class ModelConfig:
     """Neighbouring vectors that the Compressive Transformer makes into one [c]."""
     compressor: Literal["mean", "convolution"] = "mean"
     """How it makes them into one; the convolution is learned, by a loss of its own."""
+    infini_update: Literal["linear", "delta"] = "linear"
+    """How Infini-attention writes: linear adds the values of a window, delta what they differ by
+    from the values that are already stored under their keys."""
+    associative_width: int = 0
+    """Width of ARMT's keys, from which its features are made [d_mem]."""
     dropout: float = 0.0
 
     def __post_init__(self) -> None:
@@ -132,6 +137,9 @@ def _check(c: ModelConfig) -> None:
         value = getattr(c, field.name)
         if field.type is int and (not isinstance(value, int) or isinstance(value, bool)):
             raise ValueError(f"{field.name}={value!r} must be a whole number")
+        if get_origin(field.type) is Literal and value not in get_args(field.type):
+            known = ", ".join(get_args(field.type))
+            raise ValueError(f"{field.name}={value!r} is unknown: choose one of {known}")
     for name in ("vocab_size", "width", "num_heads", "ffn_width", "window"):
         if getattr(c, name) < 1:
             raise ValueError(f"{name}={getattr(c, name)} must be at least 1")
@@ -148,6 +156,8 @@ def _check(c: ModelConfig) -> None:
     _check_layers(c)
     if c.top_k is not None and "memorizing" not in c.layers:
         raise ValueError(f"top_k={c.top_k} without effect: there is no 'memorizing' layer")
+    if c.infini_update != "linear" and "infini" not in c.layers:
+        raise ValueError(f"infini_update={c.infini_update!r} without effect: no 'infini' layer")
 
 
 def _check_layers(c: ModelConfig) -> None:

@@ -103,6 +103,11 @@ PRESETS: dict[str, ModelConfig] = {
         _all(6, "autocompressor"), long_term_tokens=4, long_term_windows=64
     ),
     "laptop-compressive": _laptop(_all(6, "compressive"), compressed_slots=64, compression_rate=4),
+    "paper-infini": _paper(_all(13, "infini")),
+    "laptop-infini": _laptop(_all(6, "infini")),
+    # The authors' own sizes for a window of 512; the laptop's feed-forward pays for the matrices.
+    "paper-armt": _paper(_all(13, "armt"), memory_tokens=10, associative_width=64),
+    "laptop-armt": _laptop(_all(6, "armt"), memory_tokens=10, associative_width=16, ffn_width=432),
 }
 
 

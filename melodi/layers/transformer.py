@@ -162,6 +162,17 @@ class AttentionScale(nn.Module):
     def key(self, k_BHkE: Tensor) -> Tensor:
         return k_BHkE if self.factor is None else unit(k_BHkE)
 
+    def raw_query(self, q_BHtE: Tensor) -> Tensor:
+        """A query as it was before scaling, with entries of about unit size: √E·unit(q) where
+        queries are unit vectors."""
+        if self.factor is None:
+            return q_BHtE * self.root
+        return q_BHtE * (self.root / self.factor.abs().clamp(min=EPSILON))[:, None, None]
+
+    def raw_key(self, k_BHkE: Tensor) -> Tensor:
+        """The same for a key."""
+        return k_BHkE if self.factor is None else k_BHkE * self.root
+
     def bias(self, bias_bHtk: Tensor | None) -> Tensor | None:
         if self.factor is None or bias_bHtk is None:
             return bias_bHtk
