@@ -164,6 +164,10 @@ def map_state(state: MemoryState, change: Callable[[str, str, Tensor], Tensor]) 
     return replace(state, layers=changed(state.layers), open_window=opened)
 
 
+SUMS = ("M_BHEE", "z_BHE", "A_BKD", "z_BK")
+"""Memories that are sums: they have no slots that could hold nothing, and start from zero."""
+
+
 def spoil(state: MemoryState, poison: float) -> MemoryState:
     """Overwrites every slot that holds nothing, by the two integers of emptiness."""
     masked = state.config.answers.empty_memory == "masked"
@@ -195,6 +199,8 @@ def spoil(state: MemoryState, poison: float) -> MemoryState:
         return torch.zeros(rows, slots, dtype=torch.bool)
 
     def spoiled(kind: str, field: str, tensor: Tensor) -> Tensor:
+        if field in SUMS:
+            return tensor
         mask = excluded(kind, field, tensor)
         mask = mask[:, None, :, None] if tensor.dim() == 4 else mask[:, :, None]
         return tensor.masked_fill(mask, poison)
