@@ -13,13 +13,14 @@ demo: .venv/installed
 	$(BIN)/melodi generate --run runs/demo/run --prompt "def read(self" --max-tokens 120 --seed 1
 	$(BIN)/melodi report runs/demo/run
 
+# One worker a core, each with one thread: threads of several processes get in each other's way.
 test: .venv/installed
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
 
 # The same with the arithmetic of other processors: another last bit must change no verdict.
 test-portable: .venv/installed
 	for other in ATEN_CPU_CAPABILITY=default MKL_CBWR=COMPATIBLE ONEDNN_MAX_CPU_ISA=AVX2; do \
-		env OMP_NUM_THREADS=1 $$other $(BIN)/python -m pytest || exit 1; \
+		env OMP_NUM_THREADS=1 $$other $(BIN)/python -m pytest -n auto --dist worksteal || exit 1; \
 	done
 
 check: .venv/installed

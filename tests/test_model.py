@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._dynamo.testing import CompileCounter
 from zoo import (
     KINDS,
     VOCAB,
@@ -22,8 +23,12 @@ from zoo import (
 from melodi import LanguageModel, ModelConfig
 from melodi.config import PRESETS
 from melodi.layers import nats
+from melodi.training.distributed import compile_layers
 
 every_kind = cases(ZOO)
+ONE_OF_EACH = ["melodi", "transformer-xl", "block-recurrent", "memorizing", "rmt", "autocompressor"]
+ONE_OF_EACH += ["compressive-convolution", "infini-delta", "armt"]
+"""A model of each layer class, where compiling them all would take minutes."""
 
 
 @every_kind
@@ -141,14 +146,13 @@ def test_dropout_is_where_the_official_code_has_it(monkeypatch: pytest.MonkeyPat
     assert places == [*first, *second, (2 * WINDOW, width)]
 
 
-@cases(KINDS)
+@cases({name: KINDS[name] for name in ONE_OF_EACH})
 def test_layers_compile_without_graph_breaks(config: ModelConfig) -> None:
     """Each layer is one graph, forward and backward, and computes the same."""
     torch.compiler.reset()
     model, compiled = make(config), make(config)
-    for layer in compiled.layers:
-        layer.compile(fullgraph=True, backend="aot_eager")
-    tokens = random_tokens(2, 3 * WINDOW)
+    compile_layers(compiled, fullgraph=True, backend="aot_eager")
+    tokens = random_tokens(2, 2 * WINDOW)
     expected, _ = model.loss(tokens, tokens, model.empty_state(2))
     loss, _ = compiled.loss(tokens, tokens, compiled.empty_state(2))
     torch.testing.assert_close(loss, expected)
@@ -157,6 +161,24 @@ def test_layers_compile_without_graph_breaks(config: ModelConfig) -> None:
     for a, b in zip(model.parameters(), compiled.parameters(), strict=True):
         if b.grad is not None:
             torch.testing.assert_close(a.grad, b.grad)
+
+
+@pytest.mark.parametrize(("kind", "graphs"), [("melodi", 7), ("infini", 4)])
+def test_training_compiles_few_graphs(kind: str, graphs: int) -> None:
+    """Layers of one structure share their graphs, and steps, windows and resets need no new ones
+    but those for a first window, whose memory has no gradient."""
+    torch.compiler.reset()
+    model, counter = make(KINDS[kind]), CompileCounter()
+    compile_layers(model, backend=counter, fullgraph=True)
+    state, compiled = model.empty_state(3), []
+    for step in range(4):
+        tokens = random_tokens(3, 3 * WINDOW, seed=step)
+        state = state.detach().forget([step == 1, False, step == 2])
+        loss, state = model.loss(tokens, tokens, state)
+        loss.backward()
+        compiled.append(counter.frame_count)
+    assert compiled[-1] <= graphs
+    assert compiled[-1] == compiled[-2]
 
 
 @every_kind

@@ -263,7 +263,9 @@ class Layer(nn.Module, Generic[Memory]):
         start every window from one learned table."""
         if table_SD is None or not part.closes:
             return Stream(x_BtD)
-        return Stream(x_BtD, u_BSD=table_SD.expand(len(x_BtD), -1, -1))
+        xu_BtD = torch.cat([x_BtD, table_SD.expand(len(x_BtD), -1, -1)], dim=1)
+        # Views of one tensor, as between all layers: one compiled graph serves them.
+        return Stream(*xu_BtD.split([x_BtD.size(1), len(table_SD)], dim=1))
 
     def past(self, memory: Memory, part: WindowPart) -> Pairs:
         """Keys and values of the slots that precede the window in self-attention."""

@@ -26,6 +26,8 @@ from melodi.model import LanguageModel, Scored
 
 PATIENCE = timedelta(hours=1)
 """How long the processes wait for each other: the first may be writing a large checkpoint."""
+MOST_GRAPHS = 64
+"""Graphs that torch may compile of one layer function."""
 
 
 @dataclass(frozen=True)
@@ -111,6 +113,19 @@ class NatsForward(nn.Module):
         probe: Probe | None = None,
     ) -> Scored:
         return self.model.nats(tokens_BT, targets_BT, state, probe)
+
+
+def compile_layers(model: LanguageModel, **options: Any) -> None:
+    """Compiles each layer; layers of one structure share their graphs.
+
+    A structure has a graph for the first window of a segment, whose memory has no gradient, one for
+    the others, and one each for validation. torch's own limit counts those of all structures
+    together, and would silently stop compiling.
+    """
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MOST_GRAPHS)
+    model.static_shapes = True
+    for layer in model.layers:
+        layer.compile(**options)
 
 
 def distribute(

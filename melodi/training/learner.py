@@ -25,7 +25,13 @@ from melodi.model import LanguageModel
 from melodi.run import set_weights
 from melodi.sharded import gather
 from melodi.training.checkpoint import MOMENTS, TRAINER, WEIGHTS, load_rows, save_rows
-from melodi.training.distributed import Processes, distribute, reshard, without_reduction
+from melodi.training.distributed import (
+    Processes,
+    compile_layers,
+    distribute,
+    reshard,
+    without_reduction,
+)
 from melodi.training.optimizers import make_optimizer, schedule
 from melodi.training.parameters import flatten_state, restore_state
 
@@ -52,9 +58,7 @@ class Learner:
         self.model = LanguageModel(model).to(group.device)
         self.model.checkpoint_windows = execution.checkpoint_windows
         if execution.compile:
-            self.model.static_shapes = True
-            for layer in self.model.layers:
-                layer.compile()
+            compile_layers(self.model)
         self.forward = distribute(self.model, group, execution.sharding, config.segment_windows)
         self.optimizer = make_optimizer(self.model, config.optimizer)
         length = config.segment_windows * model.window
