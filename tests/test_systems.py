@@ -1,12 +1,13 @@
 """Every memory system of the harness does everything that the harness offers.
 
 The laws say what a model computes, the golden numbers that it computes what others do. Here each
-preset for a laptop, at a tiny size, goes from the command line to a memory file; and what training in
-half precision, in several processes or with gates asks of a kind is asked of all of them.
+preset for a laptop, at a tiny size, goes from the command line to a memory file; and what training
+in half precision, in several processes or with gates asks of a kind is asked of all of them.
 """
 
 import json
 import math
+import re
 import shlex
 from dataclasses import replace
 from pathlib import Path
@@ -22,13 +23,18 @@ from melodi.config.training import recipe
 from melodi.layers.gate import Gate
 from melodi.training.optimizers import make_optimizer
 
+ROOT = Path(__file__).parents[1]
 LAPTOP = [name for name in PRESETS if name.startswith("laptop")]
 COMMANDS = {
-    **{name: "" for name in LAPTOP},
+    **dict.fromkeys(LAPTOP, ""),
     "laptop-infini delta": "--model.infini-update delta",
     "laptop-compressive convolution": "--model.compressor convolution",
     "laptop-rmt causal": "--model.memory-mask causal",
 }
+PAPER = [
+    name for name in PRESETS if re.fullmatch(r"paper-(melodi-s128-l64|(?!melodi).*(?<!-12))", name)
+]
+"""One preset of each system."""
 TINY = (
     "--threads 1 --device cpu --rows 2 --segment-windows 2 --steps 2 --validation-tokens 100 "
     "--model.width 16 --model.num-heads 2 --model.ffn-width 16 --model.window 16"
@@ -45,6 +51,7 @@ SIZES = {
     "associative_width": 4,
 }
 """Of memories; a preset has the flags of those that it has."""
+GATED = ("long", "recurrent", "memorizing", "infini")
 TEXT = "It was the best of times, it was the worst of times, it was the age of wisdom. "
 
 
@@ -101,23 +108,29 @@ def test_from_the_command_line_to_a_memory_file(
     torch.testing.assert_close(second.read(probe), whole.read(probe), rtol=0, atol=1e-5)
 
 
-def trained(config: ModelConfig, windows: int = 2) -> tuple[LanguageModel, MemoryState]:
-    """A model as it begins, in single precision, with the gradients of a segment in which one row
-    goes on and the other starts a document; and the memory after it."""
+def trained(
+    config: ModelConfig, windows: int = 2, starts: tuple[bool, bool] = (True, False)
+) -> tuple[LanguageModel, MemoryState]:
+    """A model as it begins, in single precision, with the gradients of a segment in which some rows
+    start a document and the others go on; and the memory after it."""
     torch.manual_seed(0)
     model = LanguageModel(replace(config, dropout=0.0))
     tokens = random_tokens(2, windows * WINDOW)
     _, state = model(tokens, model.empty_state(2))
-    loss, state = model.loss(tokens, tokens, state.detach().forget([True, False]))
+    loss, state = model.loss(tokens, tokens, state.detach().forget(starts))
     loss.backward()
     return model, state
 
 
 @cases(ZOO)
-def test_every_parameter_has_a_gradient_in_two_windows(config: ModelConfig) -> None:
-    """DDP waits for the gradient of every parameter; two windows are the shortest segment in which
-    it is not told to look for those without."""
-    model, _ = trained(config)
+@pytest.mark.parametrize("starts", [(True, True), (True, False), (False, False)], ids=str)
+def test_every_parameter_has_a_gradient_in_two_windows(
+    config: ModelConfig, starts: tuple[bool, bool]
+) -> None:
+    """DDP waits for the gradient of every parameter, in a process whose rows all start documents
+    and in one where none does; two windows are the shortest segment in which it is not told to look
+    for those without."""
+    model, _ = trained(config, starts=starts)
     assert not [name for name, p in model.named_parameters() if p.grad is None]
 
 
@@ -157,4 +170,29 @@ def test_gates_learn_faster_by_default(name: str) -> None:
     assert len(gates) == len(gated)
 
 
-GATED = ("long", "recurrent", "memorizing", "infini")
+@pytest.mark.parametrize("page", ["README.md", "docs/systems.md"])
+def test_the_tables_of_systems_are_the_presets(page: str) -> None:
+    """Every family has one row, with the floats of its preset and the parameters that it adds."""
+    with torch.device("meta"):
+        sizes = {name: LanguageModel(PRESETS[name]).num_parameters for name in PAPER}
+    listed = {}
+    for line in (ROOT / page).read_text().splitlines():
+        cells = [cell.strip() for cell in line.split("|")]
+        named = [cell.strip("`") for cell in cells if cell.strip("`") in PAPER]
+        if named:
+            listed[named[0]] = cells
+    assert listed.keys() == set(PAPER)
+    for name, cells in listed.items():
+        assert f"{sum(PRESETS[name].memory_floats()):,}" in cells, name
+        more = f"{sizes[name] - sizes['paper-no-memory']:,}"
+        assert page == "README.md" or more in [cell.split(" ")[0] for cell in cells], name
+
+
+def test_the_worked_example_is_the_code() -> None:
+    """Every line of Python that CONTRIBUTING.md shows is in the file that it is from."""
+    layers, config = ROOT / "melodi" / "layers", ROOT / "melodi" / "config"
+    sources = [layers / "infini.py", config / "kinds.py"]
+    lines = {line for path in sources for line in path.read_text().splitlines()}
+    blocks = re.findall(r"```py\n(.*?)```", (ROOT / "CONTRIBUTING.md").read_text(), re.S)
+    assert blocks
+    assert {line for block in blocks for line in block.splitlines()} <= lines

@@ -72,9 +72,9 @@ class CompressiveLayer(Layer[CompressiveMemory]):
     def reconstruction_loss(
         self, h_BWD: Tensor, old_BWD: Tensor, new_BnD: Tensor, part: WindowPart
     ) -> Tensor | None:
-        """How far attention to what is compressed is from attention to what it was made of: the mean
-        over all rows, in which rows that compress nothing now count as zero. Were these left out,
-        rows shared out over processes would give another loss than the same rows in one."""
+        """How far attention to what is compressed is from attention to what it was made of: the
+        mean over all rows, in which rows that compress nothing now count as zero. Were these left
+        out, rows shared out over processes would give another loss than the same rows in one."""
         if not torch.is_grad_enabled():
             return None
         with torch.no_grad():
