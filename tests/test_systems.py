@@ -122,14 +122,14 @@ def trained(
     return model, state
 
 
-@cases(ZOO)
+@cases(ZOO, have=lambda config: config.dialect != "paper")
 @pytest.mark.parametrize("starts", [(True, True), (True, False), (False, False)], ids=str)
 def test_every_parameter_has_a_gradient_in_two_windows(
     config: ModelConfig, starts: tuple[bool, bool]
 ) -> None:
     """DDP waits for the gradient of every parameter, in a process whose rows all start documents
     and in one where none does; two windows are the shortest segment in which it is not told to look
-    for those without."""
+    for those without. The dialect of the paper has no parameter that the others lack."""
     model, _ = trained(config, starts=starts)
     assert not [name for name, p in model.named_parameters() if p.grad is None]
 
