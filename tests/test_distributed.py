@@ -35,7 +35,9 @@ def configs(kind: str, steps: int) -> tuple[ModelConfig, TrainConfig]:
         validation_tokens=60,
         save_every=3,
     )
-    return replace(KINDS[kind], vocab_size=257), train_config
+    # The few features of ARMT's narrow keys are mostly zero, and so is what its queries learn from:
+    # of gradients of 1e-15 Adafactor makes whole steps. Wider keys have gradients above rounding.
+    return replace(KINDS[kind], vocab_size=257, associative_width=8), train_config
 
 
 def work(kind: str, sharding: str, steps: int, store: str, run: str, resume: bool) -> None:
@@ -88,7 +90,16 @@ def gates(run: Path) -> list[float]:
 
 @pytest.mark.parametrize(
     ("kind", "sharding"),
-    [("melodi", "ddp"), ("melodi", "fsdp"), ("block-recurrent", "ddp"), ("memorizing", "fsdp")],
+    [
+        *[
+            ("melodi", "ddp"),
+            ("melodi", "fsdp"),
+            ("block-recurrent", "ddp"),
+            ("memorizing", "fsdp"),
+        ],
+        *[("rmt", "ddp"), ("autocompressor", "fsdp"), ("infini", "ddp"), ("armt", "fsdp")],
+        ("compressive-convolution", "ddp"),
+    ],
 )
 def test_two_processes_equal_one(kind: str, sharding: str, store: str, tmp_path: Path) -> None:
     """Gradients of the one mean loss, metrics and validation reduced, rows shared out; and the
@@ -97,7 +108,7 @@ def test_two_processes_equal_one(kind: str, sharding: str, store: str, tmp_path:
     launch(2, kind, sharding, 6, store, str(tmp_path / "two"), False)
     assert_close(tmp_path / "one", tmp_path / "two")
     assert gates(tmp_path / "two") == pytest.approx(gates(tmp_path / "one"), abs=1e-6)
-    assert bool(gates(tmp_path / "one")) == (kind != "block-recurrent")
+    assert bool(gates(tmp_path / "one")) == (kind in ("melodi", "memorizing", "infini"))
 
     launch(2, kind, sharding, 3, store, str(tmp_path / "both"), False)
     work(kind, "ddp", 6, store, str(tmp_path / "both"), True)

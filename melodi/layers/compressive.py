@@ -72,8 +72,9 @@ class CompressiveLayer(Layer[CompressiveMemory]):
     def reconstruction_loss(
         self, h_BWD: Tensor, old_BWD: Tensor, new_BnD: Tensor, part: WindowPart
     ) -> Tensor | None:
-        """How far attention to what is compressed is from attention to what it was made of, on
-        average over the rows that compress a window now; zero where there are none."""
+        """How far attention to what is compressed is from attention to what it was made of: the
+        mean over all rows, in which rows that compress nothing now count as zero. Were these left
+        out, rows shared out over processes would give another loss than the same rows in one."""
         if not torch.is_grad_enabled():
             return None
         with torch.no_grad():
@@ -85,8 +86,7 @@ class CompressiveLayer(Layer[CompressiveMemory]):
         error_BHWE = attend(q_BHWE, keys, values) - wanted_BHWE
         exact = torch.promote_types(error_BHWE.dtype, torch.float32)
         compresses_B = part.full_B & (part.windows_read_B > 0)
-        loss_B = error_BHWE.to(exact).square().mean((1, 2, 3)) * compresses_B
-        return loss_B.sum() / compresses_B.sum().clamp(min=1)
+        return (error_BHWE.to(exact).square().mean((1, 2, 3)) * compresses_B).mean()
 
 
 class Convolution(nn.Module):
