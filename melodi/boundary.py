@@ -100,7 +100,7 @@ def check_owner(state: MemoryState, ours: Fingerprint, empty: MemoryState) -> No
     """A state from elsewhere must come from the same architecture and, once something has been
     read, from the same weights.
 
-    `empty` is a state of this model, to compare shapes with.
+    `empty` is a state of this model, with an empty open window, to compare shapes with.
     """
     architecture = state.config.digest()
     if architecture != ours.config:
@@ -115,7 +115,8 @@ def check_owner(state: MemoryState, ours: Fingerprint, empty: MemoryState) -> No
             f"the state was made with other weights ({theirs.weights}, this model has "
             f"{ours.weights}): use it with the model that made it, or read the document again"
         )
-    for i, (memory, expected) in enumerate(zip(state.layers, empty.layers, strict=True)):
-        shapes = [tuple(tensor.shape[1:]) for tensor in memory]
-        if shapes != [tuple(tensor.shape[1:]) for tensor in expected]:
-            raise ValueError(f"the state is damaged: layer {i} has shapes {shapes}")
+    for memories, like in ((state.layers, empty.layers), (state.open_window, empty.open_window)):
+        for i, (memory, expected) in enumerate(zip(memories or (), like or (), strict=False)):
+            shapes = [tuple(tensor.shape[1:]) for tensor in memory]
+            if shapes != [tuple(tensor.shape[1:]) for tensor in expected]:
+                raise ValueError(f"the state is damaged: layer {i} has shapes {shapes}")
