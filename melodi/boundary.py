@@ -45,11 +45,7 @@ def checked_tokens(
     for what, device in (("tokens", tokens_BT.device), ("state", state.device)):
         if device != like.device:
             raise ValueError(f"{what} on {device}, model on {like.device}: move it with .to()")
-    if state.dtype != like.dtype:
-        raise ValueError(
-            f"the state is {state.dtype} and the model is {like.dtype}: "
-            "use a state made by this model's empty_state"
-        )
+    check_dtype(state, like.dtype)
     tokens_BT = tokens_BT.long()
     if lengths is not None:
         padding_BT = torch.arange(length) >= lengths[:, None]
@@ -96,6 +92,14 @@ def check_ids(what: str, ids: Tensor, lowest: int, vocab_size: int) -> None:
         )
 
 
+def check_dtype(state: MemoryState, dtype: torch.dtype) -> None:
+    if state.dtype != dtype:
+        raise ValueError(
+            f"the state is {state.dtype} and the model is {dtype}: "
+            "use a state made by this model's empty_state"
+        )
+
+
 def check_owner(state: MemoryState, ours: Fingerprint, empty: MemoryState) -> None:
     """A state from elsewhere must come from the same architecture and, once something has been
     read, from the same weights.
@@ -115,6 +119,7 @@ def check_owner(state: MemoryState, ours: Fingerprint, empty: MemoryState) -> No
             f"the state was made with other weights ({theirs.weights}, this model has "
             f"{ours.weights}): use it with the model that made it, or read the document again"
         )
+    check_dtype(state, empty.dtype)
     for memories, like in ((state.layers, empty.layers), (state.open_window, empty.open_window)):
         for i, (memory, expected) in enumerate(zip(memories or (), like or (), strict=False)):
             shapes = [tuple(tensor.shape[1:]) for tensor in memory]

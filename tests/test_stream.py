@@ -125,7 +125,7 @@ def test_ids_come_in_any_form(form: str, tmp_path: Path) -> None:
 
 
 REFUSED: dict[str, Callable[[], Any]] = {
-    "nothing to read": lambda: [],
+    "nothing to read": list,
     f"token id {VOCAB} is outside the vocabulary": lambda: [*IDS, VOCAB],
     f"id {VOCAB + 1} is outside": lambda: iter([*IDS, VOCAB + 1]),
     "token id -1 is outside": lambda: np.array([0, -1]),
@@ -391,10 +391,10 @@ def test_ids_that_stop() -> None:
     said = list(reader.generate(30, temperature=1.5, seed=1))
     stop = next(token for token in said[3:] if token not in said[:3])
     before = said.index(stop)
-    for given in (stop, [stop, VOCAB], {stop}):
+    for stops in (stop, [stop, VOCAB], {stop}):
         again = StreamReader(MODEL)
         again.read(IDS)
-        assert list(again.generate(30, temperature=1.5, seed=1, stop=given)) == said[:before]
+        assert list(again.generate(30, temperature=1.5, seed=1, stop=stops)) == said[:before]
         assert again.tokens_read == [len(IDS) + before]
     batch = StreamReader(MODEL, rows=2)
     batch.read_batch([IDS, IDS])

@@ -52,6 +52,8 @@ def read(args: list[str]) -> None:
     """
     options = parse(ReadArgs, read, args)
     check_at_least(1, rows=options.rows)
+    if not options.files:
+        raise ValueError("FILE is missing: give text files, or - for standard input")
     check_place(options.save)
     use_threads(options.threads)
     device = device_named(options.device)
