@@ -2,8 +2,15 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
+
+import tyro
 
 from melodi.cli.console import check_at_least, device_named, parse, use_threads
+
+Texts = Annotated[
+    tuple[str, ...], tyro.conf.arg(metavar="STR [STR ...]", help_behavior_hint="(default: none)")
+]
 
 
 @dataclass
@@ -26,7 +33,7 @@ class GenerateArgs:
     """Sample among tokens at least this many times as likely as the most likely."""
     repetition_penalty: float = 1.0
     """Above 1 makes the last 64 tokens less likely."""
-    stop: tuple[str, ...] = ()
+    stop: Texts = ()
     """Texts before which to stop."""
     seed: int | None = None
     """The same seed gives the same text; another one each time when not given."""

@@ -22,7 +22,7 @@ class InspectArgs:
 
 
 def inspect(args: list[str]) -> None:
-    """What a memory file holds: tokens, windows, norms by layer and by age, and for which model.
+    """What a memory file holds, how large it is by layer and age, and for which model.
 
     Example: melodi inspect book.memory
     """

@@ -15,7 +15,10 @@ if TYPE_CHECKING:
     from melodi.evaluation.texts import TextRead
     from melodi.model import LanguageModel
 
-Files = Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="FILE [FILE ...]")]
+Files = Annotated[
+    tyro.conf.Positional[tuple[str, ...]],
+    tyro.conf.arg(metavar="FILE [FILE ...]", help_behavior_hint="(required)"),
+]
 LINES, BAR = 16, 40
 """Of the picture of the loss: how many lines at most, and how long they are."""
 
