@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from melodi import LanguageModel, MemoryState, StreamReader, load
+from melodi import LanguageModel, StreamReader, load
 from melodi.config import PRESETS
 
 arguments = sys.argv[1:]
@@ -26,15 +26,14 @@ else:
 reader = StreamReader(model)
 window = model.config.window
 half = len(ids) // 2 // window * window
-for start in range(0, half, window):
-    nats = reader.read(ids[start : start + window])
-    print(f"tokens {start:6} to {start + len(nats) - 1:6}: {nats.nanmean():.3f} nats per token")
+for read in reader.read_windows(ids[:half]):
+    mean = read.nats_T.nanmean()
+    print(f"tokens {read.first:6} to {read.first + window - 1:6}: {mean:.3f} nats per token")
 
 with tempfile.TemporaryDirectory() as folder:
-    path = Path(folder) / "memory.safetensors"
-    reader.state.save(path)
+    path = Path(folder) / "book.memory"
+    reader.save(path)
     print(f"{half} tokens are remembered in {path.stat().st_size:,} bytes")
-    # The first token after the break was expected by the reader, and is not by the file.
-    resumed = StreamReader(model, MemoryState.load(path))
-    went_on, from_file = (each.read(ids[half:])[1:] for each in (reader, resumed))
+    resumed = StreamReader.load(model, path)
+    went_on, from_file = (each.read(ids[half:]) for each in (reader, resumed))
 print(f"largest difference after the break: {(went_on - from_file).abs().max():.1e} nats")

@@ -45,11 +45,7 @@ def checked_tokens(
     for what, device in (("tokens", tokens_BT.device), ("state", state.device)):
         if device != like.device:
             raise ValueError(f"{what} on {device}, model on {like.device}: move it with .to()")
-    if state.dtype != like.dtype:
-        raise ValueError(
-            f"the state is {state.dtype} and the model is {like.dtype}: "
-            "use a state made by this model's empty_state"
-        )
+    check_dtype(state, like.dtype)
     tokens_BT = tokens_BT.long()
     if lengths is not None:
         padding_BT = torch.arange(length) >= lengths[:, None]
@@ -96,11 +92,19 @@ def check_ids(what: str, ids: Tensor, lowest: int, vocab_size: int) -> None:
         )
 
 
+def check_dtype(state: MemoryState, dtype: torch.dtype) -> None:
+    if state.dtype != dtype:
+        raise ValueError(
+            f"the state is {state.dtype} and the model is {dtype}: "
+            "use a state made by this model's empty_state"
+        )
+
+
 def check_owner(state: MemoryState, ours: Fingerprint, empty: MemoryState) -> None:
     """A state from elsewhere must come from the same architecture and, once something has been
     read, from the same weights.
 
-    `empty` is a state of this model, to compare shapes with.
+    `empty` is a state of this model, with an empty open window, to compare shapes with.
     """
     architecture = state.config.digest()
     if architecture != ours.config:
@@ -115,7 +119,9 @@ def check_owner(state: MemoryState, ours: Fingerprint, empty: MemoryState) -> No
             f"the state was made with other weights ({theirs.weights}, this model has "
             f"{ours.weights}): use it with the model that made it, or read the document again"
         )
-    for i, (memory, expected) in enumerate(zip(state.layers, empty.layers, strict=True)):
-        shapes = [tuple(tensor.shape[1:]) for tensor in memory]
-        if shapes != [tuple(tensor.shape[1:]) for tensor in expected]:
-            raise ValueError(f"the state is damaged: layer {i} has shapes {shapes}")
+    check_dtype(state, empty.dtype)
+    for memories, like in ((state.layers, empty.layers), (state.open_window, empty.open_window)):
+        for i, (memory, expected) in enumerate(zip(memories or (), like or (), strict=False)):
+            shapes = [tuple(tensor.shape[1:]) for tensor in memory]
+            if shapes != [tuple(tensor.shape[1:]) for tensor in expected]:
+                raise ValueError(f"the state is damaged: layer {i} has shapes {shapes}")

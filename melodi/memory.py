@@ -6,7 +6,7 @@
   They tell which slots are valid; what they exclude is masked, so stale slots are never seen.
 - The open window (its keys, values, and what a layer keeps of its tokens) is carried beside the
   memory, only while there is one.
-- A file is safetensors with a header that says which model it belongs to, and a checksum.
+- What a file of it holds is in memory_file.py.
 
 Shapes: B rows.
 """
@@ -24,11 +24,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from melodi.config import ModelConfig
-from melodi.files import read_tensors, write_tensors
 from melodi.layers import layer_class
 from melodi.layers.frame import LayerMemory, Memory, OpenWindow, named
-
-FORMAT, VERSION = "melodi-memory", 2
+from melodi.memory_file import Place, check_tensors, read_memory, write_memory
 
 
 class Fingerprint(NamedTuple):
@@ -176,35 +174,43 @@ class MemoryState:
             layers=tuple(layers),
         )
 
-    def save(self, path: str | Path) -> None:
-        """Writes a safetensors file with the digests of the model that it belongs to."""
+    def save(self, path: str | Path, dtype: str | None = None, place: Place | None = None) -> None:
+        """Writes a safetensors file with the digests of the model that it belongs to; with "bf16"
+        as dtype in half of the space. `place` is what a reader adds."""
         tensors = {"windows": self.windows_B, "open": self.open_B}
         for group, memories in (("layers", self.layers), ("open_window", self.open_window or ())):
             for i, memory in enumerate(memories):
                 for name, tensor in zip(_fields(type(memory)), memory, strict=True):
-                    tensors[f"{group}.{i}.{name}"] = tensor.detach().cpu().contiguous()
+                    tensors[f"{group}.{i}.{name}"] = tensor
         config_digest, weights_digest = self.owner.fingerprint()
         header = {
-            "format": FORMAT,
-            "version": str(VERSION),
             "config": json.dumps(self.config.to_dict()),
             "config_digest": config_digest,
             "weights_digest": weights_digest,
         }
-        write_tensors(Path(path), tensors, header)
+        if place is not None:
+            tensors |= place.tensors()
+            header |= place.header()
+        write_memory(Path(path), tensors, header, dtype)
 
     @classmethod
     def load(cls, path: str | Path) -> "MemoryState":
         """Reads what `save` wrote; the model checks the digests when the state is first used."""
-        header, tensors = _read(Path(path))
+        return cls.load_with_place(path)[0]
+
+    @classmethod
+    def load_with_place(cls, path: str | Path) -> "tuple[MemoryState, Place | None]":
+        """The same with what a reader had added, if one wrote the file."""
+        header, tensors = read_memory(Path(path))
         try:
             config = ModelConfig.from_dict(json.loads(header["config"]))
+            check_tensors(tensors, config.window)
             layers = tuple(
                 _gather(layer_class(kind).memory_class(config), f"layers.{i}", tensors)
                 for i, kind in enumerate(config.layers)
             )
             opened = bool(tensors["open"].any())
-            return cls(
+            state = cls(
                 config=config,
                 owner=Fingerprint(header["config_digest"], header["weights_digest"]),
                 windows_B=tensors["windows"],
@@ -216,6 +222,7 @@ class MemoryState:
                 )
                 or None,
             )
+            return state, Place.found(header, tensors)
         except KeyError as error:
             raise ValueError(f"{path} lacks {error}: it is damaged; save the memory anew") from None
         except (ValueError, TypeError) as error:
@@ -262,21 +269,6 @@ class MemoryState:
 
 def _print(state: MemoryState) -> Fingerprint:
     return state.owner.fingerprint()
-
-
-def _read(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
-    try:
-        header, tensors = read_tensors(path)
-    except FileNotFoundError:
-        raise FileNotFoundError(f"{path} does not exist: give the file that save wrote") from None
-    if header.get("format") != FORMAT:
-        raise ValueError(f"{path} is not a memory file: give one that MemoryState.save wrote")
-    if header.get("version") != str(VERSION):
-        raise ValueError(
-            f"{path} has version {header.get('version')}, this melodi reads {VERSION}: "
-            "use the melodi that wrote it"
-        )
-    return header, tensors
 
 
 def _gather(memory: type[Memory], prefix: str, tensors: dict[str, Tensor]) -> Memory:

@@ -12,6 +12,7 @@ Shapes: B rows, T tokens, t tokens of a turn, S write tokens, D width, V vocabul
 import hashlib
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
@@ -87,10 +88,20 @@ class LanguageModel(nn.Module):
         `lengths` gives the number of real tokens per row; the rest is padding at the right, which
         is not read, and whose logits are zero.
         """
+        x_BTD, state = self.hidden(tokens_BT, state, lengths)
+        return self._logits(x_BTD), state
+
+    def hidden(
+        self,
+        tokens_BT: Tensor,
+        state: MemoryState,
+        lengths: Tensor | Sequence[int] | None = None,
+    ) -> tuple[Tensor, MemoryState]:
+        """The same without logits: the final hidden vectors that they are made of."""
         lengths_B = boundary.checked_lengths(tokens_BT, lengths)
         tokens_BT = self._checked(tokens_BT, state, lengths_B)
         x_BTD, state, _ = self._read(tokens_BT, state, lengths_B)
-        return self._logits(x_BTD), state
+        return x_BTD, state
 
     def loss(
         self, tokens_BT: Tensor, targets_BT: Tensor, state: MemoryState
@@ -129,6 +140,12 @@ class LanguageModel(nn.Module):
             open_B=torch.zeros(batch_size, dtype=torch.long, device="cpu"),
             layers=tuple(layer.empty_memory(batch_size, self._zeros) for layer in self.stack),
         )
+
+    def check_owner(self, state: MemoryState) -> None:
+        """Refuses the memory of another model."""
+        if not state.made_by(self):
+            like = replace(self.empty_state(1), open_window=self._empty_windows(1))
+            boundary.check_owner(state, self.fingerprint(), like)
 
     def fingerprint(self) -> Fingerprint:
         """Digests of the architecture and of the weights as they are now."""
@@ -279,8 +296,7 @@ class LanguageModel(nn.Module):
     ) -> Tensor:
         weight = self.embedding.weight
         tokens_BT = boundary.checked_tokens(tokens_BT, state, lengths_B, self.config, weight)
-        if not state.made_by(self):
-            boundary.check_owner(state, self.fingerprint(), self.empty_state(1))
+        self.check_owner(state)
         return tokens_BT
 
 

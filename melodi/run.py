@@ -64,6 +64,11 @@ def load(run: str | Path, weights: str | None = None) -> LanguageModel:
     return model.eval()
 
 
+def default_run() -> Path:
+    """The run folder that commands use when none is given: that of a model in the package."""
+    raise ValueError("no model ships with this version: give --run RUN")
+
+
 def weights_file(folder: Path, name: str | None = None) -> Path:
     """The named file of weights; without a name the best, or the last where none was validated."""
     names = [BEST, LAST] if name is None else [name]

@@ -28,8 +28,19 @@ from melodi.config import PRESETS
 PACKAGE = Path(melodi.__file__).parent
 ROOT = PACKAGE.parent
 ORDER = [
-    *["files", "sharded", "config", "layers", "memory", "boundary", "reading", "model", "data"],
-    *["run", "stream", "evaluation", "training", "paper", "meliad", "cli"],
+    *["files", "sharded", "config", "layers", "memory_file", "memory", "boundary"],
+    *[
+        "reading",
+        "model",
+        "data",
+        "run",
+        "stream",
+        "evaluation",
+        "training",
+        "paper",
+        "meliad",
+        "cli",
+    ],
 ]
 """Each name imports only from names before it; docs/architecture.md tells the same story."""
 SIBLINGS = {
@@ -42,10 +53,11 @@ SIBLINGS = {
         *["tokenizer", "detokenizer", "text", "corpus", "store", "splits", "progress"],
         *["vocabulary", "writer", "prepare", "segments"],
     ],
-    "evaluation": ["documents", "record", "probes", "recall"],
+    "stream": ["sampling", "source", "spoken", "reader"],
+    "evaluation": ["documents", "record", "probes", "texts", "contents", "recall"],
     "training": ["distributed", "parameters", "optimizers", "checkpoint", "learner", "trainer"],
     "paper": ["costs", "recipes", "reproduce", "report"],
-    "cli": ["console", "prepare", "train", "evaluate", "read", "memory"],
+    "cli": ["console", "prepare", "train", "evaluate", "read", "generate", "inspect", "memory"],
 }
 """The same inside each folder. A file that is not listed may stand anywhere, but in no circle."""
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -136,7 +148,8 @@ def test_public_names_stay() -> None:
     fields += "long_term_tokens long_term_windows layers dialect branching copy_short_to_long "
     fields += "recurrent_states memory_slots top_k dropout"
     assert set(fields.split()) <= {field.name for field in dataclasses.fields(melodi.ModelConfig)}
-    assert {"prepare", "train", "eval", "generate", "report", "memory"} <= set(COMMANDS)
+    commands = {"prepare", "train", "eval", "read", "generate", "inspect", "report", "memory"}
+    assert commands <= set(COMMANDS)
 
 
 def test_unknown_names_are_refused() -> None:
@@ -172,17 +185,19 @@ def test_the_readme_code_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.fixture(scope="module")
 def walked(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder in which the commands under "Your own documents" were run, on a tiny model."""
+    """A folder in which the commands of the README were run, on a tiny model."""
     pytest.importorskip("matplotlib")
-    section = (ROOT / "README.md").read_text().partition("## Your own documents")[2]
-    commands = [
-        shlex.split(line, comments=True)
-        for line in re.findall(r"```\n(.*?)```", section, re.S)[0].splitlines()
-    ]
+    commands = []
+    for title in ("## Your own documents", "## Read a book and continue it"):
+        section = (ROOT / "README.md").read_text().partition(title)[2]
+        lines = re.findall(r"```\n(.*?)```", section, re.S)[0].splitlines()
+        commands += [shlex.split(line, comments=True) for line in lines]
     folder = tmp_path_factory.mktemp("readme")
     (folder / "books").mkdir()
     for i in range(8):
         (folder / "books" / f"{i}.txt").write_text(f"It was the year {i}, and nobody knew. " * 9)
+    for name in ("book.txt", "more.txt"):
+        (folder / name).write_text("It was the year after, and all knew. " * 9)
     threads = torch.get_num_threads()
     with contextlib.chdir(folder):
         for command, *args in commands:
@@ -197,6 +212,7 @@ def test_the_readme_commands_run(walked: Path) -> None:
     run = walked / "runs" / "books"
     for name in ("model.safetensors", "eval-test.json", "report.png"):
         assert (run / name).is_file()
+    assert (walked / "book.memory").is_file()
 
 
 def test_the_api_page_runs(walked: Path) -> None:

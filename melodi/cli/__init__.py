@@ -14,7 +14,9 @@ COMMANDS = {
     "prepare": ("melodi.cli.prepare:prepare", "Corpus to tokenizer and token store."),
     "train": ("melodi.cli.train:train", "Preset and token store to run folder."),
     "eval": ("melodi.cli.evaluate:eval_", "Run folder to perplexity on whole documents."),
-    "generate": ("melodi.cli.read:generate", "A continuation of a prompt, from a run."),
+    "read": ("melodi.cli.read:read", "Documents to nats per token and a memory file."),
+    "generate": ("melodi.cli.generate:generate", "A continuation of a prompt or a memory file."),
+    "inspect": ("melodi.cli.inspect:inspect", "What a memory file holds."),
     "report": ("melodi.cli.evaluate:report", "Run folder to plots."),
     "memory": ("melodi.cli.memory:memory", "What a preset costs in floats and bytes."),
 }

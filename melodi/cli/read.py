@@ -1,63 +1,204 @@
-"""`melodi generate`: a run and a text to a continuation."""
+"""`melodi read`: documents to what each token cost, and to a memory file."""
 
+import os
+import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
-from melodi.cli.console import check_at_least, device_named, parse, use_threads
+import tyro
+
+from melodi.cli.console import check_at_least, device_named, parse, print_table, use_threads
+
+if TYPE_CHECKING:
+    from melodi.data.text import Document
+    from melodi.evaluation.texts import TextRead
+    from melodi.model import LanguageModel
+
+Files = Annotated[
+    tyro.conf.Positional[tuple[str, ...]],
+    tyro.conf.arg(metavar="FILE [FILE ...]", help_behavior_hint="(required)"),
+]
+LINES, BAR = 16, 40
+"""Of the picture of the loss: how many lines at most, and how long they are."""
 
 
 @dataclass
-class GenerateArgs:
-    run: Path
-    """A run folder."""
-    prompt: str | None = None
-    """Text to go on from; a line break when not given."""
-    max_tokens: int = 200
-    """Tokens to write; fewer where the document ends."""
-    temperature: float = 0.8
-    """0 always takes the most likely token."""
-    top_k: int | None = None
-    """Sample among the k most likely tokens only; among all when not given."""
-    seed: int | None = None
-    """The same seed gives the same text; another one each time when not given."""
+class ReadArgs:
+    files: Files
+    """Text files, .jsonl[.gz|.zst] or .parquet (each record is a document), or - for standard
+    input. Several documents are read at the same time, each on its own."""
+    run: Path | None = None
+    """A run folder; the model that ships with melodi when not given."""
+    memory: Path | None = None
+    """Go on from this memory file, as if the document were the rest of what it was made from."""
+    save: Path | None = None
+    """Write what is remembered to this file, after Ctrl-C too. It holds content of the document."""
+    bf16: bool = False
+    """Save in half of the space, with numbers of two bytes."""
+    rows: int = 8
+    """Documents that are read at the same time."""
+    text_column: str = "text"
+    """Where JSON lines and parquet have their text."""
     threads: int | None = None
     """CPU threads; torch's own choice when not given."""
     device: str | None = None
     """cpu, cuda …; the GPU where there is one when not given."""
+    json: bool = False
+    """Print one JSON object instead of a table."""
 
 
-def generate(args: list[str]) -> None:
-    """A continuation of a prompt, from a run.
+def read(args: list[str]) -> None:
+    """Documents to nats per token and, if wanted, to a memory file to go on from.
 
-    Example: melodi generate --run runs/first --prompt "def read(" --max-tokens 100 --seed 1
+    Example: melodi read book.txt --run runs/first --save book.memory
     """
-    options = parse(GenerateArgs, generate, args)
-    check_at_least(1, top_k=options.top_k)
-    check_at_least(0, max_tokens=options.max_tokens, seed=options.seed)
+    options = parse(ReadArgs, read, args)
+    check_at_least(1, rows=options.rows)
+    if not options.files:
+        raise ValueError("FILE is missing: give text files, or - for standard input")
+    check_place(options.save)
     use_threads(options.threads)
     device = device_named(options.device)
-    from melodi.data.detokenizer import Detokenizer
-    from melodi.run import load
+    from melodi.evaluation.texts import documents_in
+    from melodi.run import default_run, load
+
+    documents = list(documents_in(options.files, options.text_column))
+    if not documents:
+        raise ValueError(f"{', '.join(options.files)} is empty: give something to read")
+    alone = len(documents) == 1
+    for flag, path in (("--memory", options.memory), ("--save", options.save)):
+        if path is not None and not alone:
+            raise ValueError(
+                f"{flag} is for one document, not {len(documents)}: read them one after the other"
+            )
+    model = load(options.run or default_run()).to(device)
+    results = (
+        [follow(model, documents[0], options)] if alone else together(model, documents, options)
+    )
+    for result in results:
+        if result.remark:
+            print(f"melodi: {result.remark}", file=sys.stderr)
+    if options.json:
+        print_json(results, options)
+    else:
+        print_results(results, options)
+
+
+def check_place(path: Path | None) -> None:
+    """Before hours of reading, not after them."""
+    if path is None:
+        return
+    if path.is_dir():
+        raise ValueError(f"--save {path} is a folder: give a file")
+    if not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
+        raise ValueError(f"--save {path} cannot be written: is there a folder {path.parent}?")
+
+
+def follow(model: "LanguageModel", document: "Document", options: ReadArgs) -> "TextRead":
+    """One document, from the beginning or from a memory file; saved even if interrupted."""
+    from melodi.evaluation.texts import read_one
     from melodi.stream import StreamReader
 
-    model = load(options.run)
-    model.to(device)
-    prompt = "\n" if options.prompt is None else options.prompt
-    ids = model.tokenizer.encode(prompt)
-    if not ids:
-        raise ValueError("--prompt is empty: give some text to go on from")
-    reader = StreamReader(model)
-    reader.read(ids)
-    text = Detokenizer(model.tokenizer, ids)
-    print(prompt, end="", flush=True)
+    if options.memory is None:
+        reader = StreamReader(model)
+    else:
+        reader = StreamReader.load(model, options.memory)
+        if reader.rows > 1:
+            raise ValueError(
+                f"--memory {options.memory} holds {reader.rows} documents: give a file of one"
+            )
+    before = reader.tokens_read[0]
     try:
-        for token in reader.generate(
-            options.max_tokens,
-            options.temperature,
-            options.top_k,
-            options.seed,
-            stop=model.tokenizer.end_of_document,
-        ):
-            print(text.push(token), end="", flush=True)
-    finally:  # an error, too, begins a line of its own
-        print(text.rest())
+        with bar([document]) as progress:
+            result = read_one(reader, document, progress.update)
+    except KeyboardInterrupt:
+        count = reader.tokens_read[0] - before
+        message = f"interrupted after {count:,} tokens"
+        if options.save is not None and count:
+            reader.save(options.save, "bf16" if options.bf16 else None)
+            message += f": what was read is in {options.save}"
+        raise KeyboardInterrupt(message) from None
+    if not result.sums.tokens:
+        raise ValueError(f"{document.name} is empty: give something to read")
+    if options.save is not None:
+        reader.save(options.save, "bf16" if options.bf16 else None)
+    return result
+
+
+def together(
+    model: "LanguageModel", documents: "list[Document]", options: ReadArgs
+) -> "list[TextRead]":
+    from melodi.evaluation.texts import read_together
+
+    with bar(documents) as progress:
+        return list(read_together(model, documents, options.rows, progress.update))
+
+
+def bar(documents: "list[Document]") -> Any:
+    from melodi.data.progress import progress_bar
+
+    paths = [Path(document.name) for document in documents]
+    known = all(path.is_file() for path in paths)
+    return progress_bar("reading", sum(p.stat().st_size for p in paths) if known else None)
+
+
+def print_json(results: "list[TextRead]", options: ReadArgs) -> None:
+    from melodi.evaluation.documents import Evaluation
+    from melodi.evaluation.texts import figures
+    from melodi.files import json_text
+
+    files = [result.record() for result in results]
+    if len(results) == 1:
+        files[0]["windows"] = results[0].windows
+    record = {
+        "run": options.run and str(options.run),
+        "memory": options.memory and str(options.memory),
+        "saved": options.save and str(options.save),
+        **figures(sum((result.sums for result in results), Evaluation())),
+        "files": files,
+    }
+    print(json_text(record, indent=2))
+
+
+def print_results(results: "list[TextRead]", options: ReadArgs) -> None:
+    rows = []
+    for result in results:
+        record = result.record()
+        numbers = [record[key] for key in ("nats_per_token", "perplexity", "bits_per_byte")]
+        rows.append(
+            [
+                shortened(record["path"]),
+                f"{record['tokens']:,}",
+                *["-" if number is None else f"{number:.3f}" for number in numbers],
+            ]
+        )
+    print_table(
+        f"{options.run}: {len(results)} document{'s' * (len(results) > 1)}",
+        ["", "tokens", "nats/token", "perplexity", "bits/byte"],
+        rows,
+    )
+    if len(results) == 1:
+        print_windows(results[0].windows)
+    if options.save is not None:
+        size = options.save.stat().st_size
+        print(f"{options.save}: {size:,} bytes, from which reading and writing go on")
+
+
+def shortened(name: str, width: int = 30) -> str:
+    return name if len(name) <= width else "..." + name[3 - width :]
+
+
+def print_windows(windows: list[dict[str, float]]) -> None:
+    """The loss from beginning to end, in lines of equally many windows."""
+    per_line = -(-len(windows) // LINES)
+    groups = [windows[i : i + per_line] for i in range(0, len(windows), per_line)]
+    means = [
+        sum(w["nats"] for w in group) / max(sum(w["predictions"] for w in group), 1)
+        for group in groups
+    ]
+    most = max(means)
+    print(f"nats per token, {per_line} window{'s' * (per_line > 1)} a line")
+    for group, mean in zip(groups, means, strict=True):
+        length = round(BAR * mean / most) if 0 < most < float("inf") else 0
+        print(f"{int(group[0]['first']):>14,}  {mean:8.3f}  {'#' * length}")

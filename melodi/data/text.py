@@ -85,23 +85,27 @@ def file_documents(
 
 
 def text_blocks(path: Path, flaws: set[str]) -> Iterator[str]:
-    decoder = codecs.getincrementaldecoder("utf-8")()
     with path.open("rb") as file:
-        block = file.read(PIECE)
-        if b"\0" in block[:8192]:
-            flaws.add(BINARY)
+        yield from decoded_blocks(file, flaws)
+
+
+def decoded_blocks(file: IO[bytes], flaws: set[str]) -> Iterator[str]:
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    block = file.read(PIECE)
+    if b"\0" in block[:8192]:
+        flaws.add(BINARY)
+        return
+    while True:
+        try:
+            text = decoder.decode(block, final=not block)
+        except UnicodeDecodeError:
+            flaws.add(INVALID)
+            decoder.errors = "replace"
+            text = decoder.decode(block, final=not block)
+        yield text
+        if not block:
             return
-        while True:
-            try:
-                text = decoder.decode(block, final=not block)
-            except UnicodeDecodeError:
-                flaws.add(INVALID)
-                decoder.errors = "replace"
-                text = decoder.decode(block, final=not block)
-            yield text
-            if not block:
-                return
-            block = file.read(PIECE)
+        block = file.read(PIECE)
 
 
 def raw_lines(path: Path) -> Iterator[bytes]:

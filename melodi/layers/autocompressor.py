@@ -11,6 +11,7 @@ of replaced. Shapes as in frame.py; S summary tokens per window, M = S·Q slots.
 
 from torch import Tensor, nn
 
+from melodi.config import ModelConfig
 from melodi.layers.fifo import append
 from melodi.layers.frame import Layer, Stream, WindowPart
 from melodi.layers.rmt import RMTLayer, TokenMemory
@@ -19,6 +20,10 @@ from melodi.layers.rmt import RMTLayer, TokenMemory
 class AutoCompressorLayer(RMTLayer):
     """A layer that summary tokens run through: those of earlier windows before this one, those that
     write behind it."""
+
+    def __init__(self, config: ModelConfig, index: int) -> None:
+        super().__init__(config, index)
+        self.entries_per_window = config.long_term_tokens
 
     def begin(
         self, x_BtD: Tensor, table_SD: Tensor | None, memory: TokenMemory, part: WindowPart

@@ -174,8 +174,8 @@ class Layer(nn.Module, Generic[Memory]):
     """Attention results that the block projects back."""
     past_is = "past"
     """What the slots before the window are, in words."""
-    entries_per_window = 1
-    """What a window adds to the kind's FIFO, if it has one."""
+    entries_per_window = 0
+    """What a window adds to the kind's FIFO; 0 if it has none."""
     keeps = False
     """The kind keeps one vector of every token of an open window, see `keep`."""
 

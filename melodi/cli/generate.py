@@ -1,0 +1,83 @@
+"""`melodi generate`: a run and a text, or a memory file, to a continuation."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from melodi.cli.console import check_at_least, device_named, parse, use_threads
+
+Texts = Annotated[
+    tuple[str, ...], tyro.conf.arg(metavar="STR [STR ...]", help_behavior_hint="(default: none)")
+]
+
+
+@dataclass
+class GenerateArgs:
+    run: Path | None = None
+    """A run folder; the model that ships with melodi when not given."""
+    memory: Path | None = None
+    """Go on from this memory file, written by melodi read."""
+    prompt: str | None = None
+    """Text to go on from; when not given the end of what is remembered, or a line break."""
+    max_tokens: int = 200
+    """Tokens to write; fewer where the document ends."""
+    temperature: float = 0.8
+    """0 always takes the most likely token."""
+    top_k: int | None = None
+    """Sample among the k most likely tokens only; among all when not given."""
+    top_p: float | None = None
+    """Sample among the most likely tokens that hold this share of the probability."""
+    min_p: float | None = None
+    """Sample among tokens at least this many times as likely as the most likely."""
+    repetition_penalty: float = 1.0
+    """Above 1 makes the last 64 tokens less likely."""
+    stop: Texts = ()
+    """Texts before which to stop."""
+    seed: int | None = None
+    """The same seed gives the same text; another one each time when not given."""
+    threads: int | None = None
+    """CPU threads; torch's own choice when not given."""
+    device: str | None = None
+    """cpu, cuda …; the GPU where there is one when not given."""
+
+
+def generate(args: list[str]) -> None:
+    """A continuation of a prompt or of a memory file, from a run.
+
+    Example: melodi generate --run runs/first --prompt "def read(" --max-tokens 100 --seed 1
+    """
+    options = parse(GenerateArgs, generate, args)
+    check_at_least(1, top_k=options.top_k)
+    check_at_least(0, max_tokens=options.max_tokens, seed=options.seed)
+    use_threads(options.threads)
+    device = device_named(options.device)
+    from melodi.run import default_run, load
+    from melodi.stream import StreamReader
+
+    model = load(options.run or default_run()).to(device)
+    prompt = "\n" if options.prompt is None and options.memory is None else options.prompt
+    if prompt is not None and not model.tokenizer.encode(prompt):
+        raise ValueError("--prompt is empty: give some text to go on from")
+    reader = StreamReader(model)
+    if options.memory is not None:
+        reader = StreamReader.load(model, options.memory)
+    if prompt is not None:
+        reader.read(prompt)
+    print(prompt or "", end="", flush=True)
+    try:
+        for text in reader.generate_text(
+            options.max_tokens,
+            options.temperature,
+            top_k=options.top_k,
+            top_p=options.top_p,
+            min_p=options.min_p,
+            repetition_penalty=options.repetition_penalty,
+            seed=options.seed,
+            stop=model.tokenizer.end_of_document,
+            stop_strings=options.stop,
+        ):
+            print(text, end="", flush=True)
+    finally:  # an error, too, begins a line of its own
+        print()
