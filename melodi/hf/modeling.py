@@ -9,7 +9,8 @@
   and logits are put back in their places. So `attention_mask` is no named argument of `forward`:
   of one that has none, `generate` makes no assumptions about what its length means.
 
-Shapes: B rows, T tokens, t tokens of a piece, K tokens whose logits are kept, D width, V vocabulary.
+Shapes: B rows, T tokens, t tokens of a piece, K tokens whose logits are kept, n of these that are
+in a piece, D width, V vocabulary.
 """
 
 from collections.abc import Sequence
@@ -34,7 +35,7 @@ from transformers.utils.generic import can_return_tuple
 
 from melodi.config import PRESETS, ModelConfig
 from melodi.memory import MemoryState
-from melodi.model import LanguageModel
+from melodi.model import Embedding, LanguageModel
 from melodi.stream import CHUNK_WINDOWS
 
 REFUSED = ("inputs_embeds", "output_attentions", "output_hidden_states", "cu_seq_lens_q", "seq_idx")
@@ -62,7 +63,7 @@ class MelodiConfig(PreTrainedConfig):
     pad_token_id: int | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
-        # In a file the layers are a list, and here too, so that a config equals what is saved of it.
+        # In a file the layers are a list, and here too: a config equals what is saved of it.
         core = ModelConfig.from_dict(self.core).to_dict()
         self.core = {**core, "layers": list(core["layers"])}
         super().__post_init__(**kwargs)
@@ -217,9 +218,11 @@ class MelodiForCausalLM(PreTrainedModel, GenerationMixin):
     def generate(self, inputs: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
         """As in transformers. With `past_key_values`, a `MemoryCache`, the ids are new tokens, and
         so is their mask."""
-        memory, mask = kwargs.get("past_key_values"), kwargs.get("attention_mask")
+        memory: Any = kwargs.get("past_key_values")
+        mask: Any = kwargs.get("attention_mask")
         ids = kwargs.get("input_ids") if inputs is None else inputs
-        if isinstance(memory, MemoryCache) and None not in (ids, mask) and mask.shape == ids.shape:
+        given = isinstance(ids, Tensor) and isinstance(mask, Tensor) and ids.shape == mask.shape
+        if given and isinstance(memory, MemoryCache):
             # A mask that is longer than the ids tells transformers that they are new ones; it cuts
             # the mask by the tokens read, which matters only where there is padding.
             before = 1 if bool(mask.all()) else memory.get_seq_length()
@@ -229,7 +232,7 @@ class MelodiForCausalLM(PreTrainedModel, GenerationMixin):
     def get_input_embeddings(self) -> nn.Module:
         return self.core.embedding
 
-    def set_input_embeddings(self, value: nn.Module) -> None:
+    def set_input_embeddings(self, value: Embedding) -> None:
         self.core.embedding = value
 
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Module:
@@ -297,8 +300,8 @@ def real_tokens(mask: Tensor | None, tokens_BT: Tensor) -> Tensor:
     if not isinstance(mask, Tensor) or mask.dim() != 2 or mask.size(1) < length:
         shape = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
         raise ValueError(
-            f"attention_mask {shape} must be a tensor of shape ({rows}, {length}), or longer by the "
-            "tokens read before; with cache_implementation, leave that out"
+            f"attention_mask {shape} must be a tensor of shape {rows, length}, or longer by the "
+            "tokens read before; if cache_implementation was given, leave that out"
         )
     return mask[:, mask.size(1) - length :].bool()
 
