@@ -1,5 +1,6 @@
 """The Hugging Face coat: what transformers does with it is what the core would have done."""
 
+import contextlib
 import copy
 import json
 import re
@@ -112,8 +113,9 @@ def test_the_core_does_without() -> None:
     """No module of ours but the coat imports transformers, nor does the command that calls it
     before it is called."""
     code = (
-        "import sys, melodi.run, melodi.stream, melodi.evaluation.record, melodi.training.trainer, "
-        "melodi.meliad, melodi.cli.export; assert not {'transformers', 'accelerate'} & set(sys.modules)"
+        "import sys, melodi.run, melodi.stream, melodi.evaluation.record, melodi.training.trainer; "
+        "import melodi.meliad, melodi.cli.export; "
+        "assert not {'transformers', 'accelerate'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 
@@ -272,7 +274,8 @@ def test_beams_take_their_memory_along(config: ModelConfig) -> None:
     """Beam search with the memory says what beam search without a cache says, scores and all."""
     model, batch = wrapped(config), padded(ragged(3, WINDOW + 2), "left")
     how = dict(
-        num_beams=3, num_return_sequences=2, logits_processor=[Chained()], max_new_tokens=NEW, do_sample=False,
+        num_beams=3, num_return_sequences=2, max_new_tokens=NEW, do_sample=False,
+        logits_processor=transformers.LogitsProcessorList([Chained()]),
         return_dict_in_generate=True, output_scores=True,
     )  # fmt: skip
     ours = model.generate(**batch, **how)
@@ -635,3 +638,17 @@ def test_export_is_whole_or_absent(
     with pytest.raises(ZeroDivisionError):
         export(run, tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["full"]
+
+
+def test_the_page_runs(run: Path, tmp_path: Path) -> None:
+    """The code of docs/huggingface.md runs from top to bottom, beside a run and what it was
+    exported to."""
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "books").symlink_to(run)
+    page = (Path(__file__).parents[1] / "docs" / "huggingface.md").read_text()
+    names: dict[str, object] = {}
+    with contextlib.chdir(tmp_path):
+        main(["export", "runs/books", "exported"])
+        for block in re.findall(r"```python\n(.*?)```", page, re.S):
+            exec(block, names)
+    assert str(names["text"])
