@@ -88,20 +88,23 @@ class LanguageModel(nn.Module):
         `lengths` gives the number of real tokens per row; the rest is padding at the right, which
         is not read, and whose logits are zero.
         """
-        x_BTD, state = self.hidden(tokens_BT, state, lengths)
-        return self._logits(x_BTD), state
+        x_BTD, state, _ = self.hidden(tokens_BT, state, lengths)
+        return self.logits(x_BTD), state
 
     def hidden(
         self,
         tokens_BT: Tensor,
         state: MemoryState,
         lengths: Tensor | Sequence[int] | None = None,
-    ) -> tuple[Tensor, MemoryState]:
-        """The same without logits: the final hidden vectors that they are made of."""
+    ) -> tuple[Tensor, MemoryState, Tensor | None]:
+        """As `forward`, with the vectors that `logits` takes, and the layer kinds' own losses."""
         lengths_B = boundary.checked_lengths(tokens_BT, lengths)
         tokens_BT = self._checked(tokens_BT, state, lengths_B)
-        x_BTD, state, _ = self._read(tokens_BT, state, lengths_B)
-        return x_BTD, state
+        return self._read(tokens_BT, state, lengths_B)
+
+    def logits(self, x_BTD: Tensor) -> Tensor:
+        logits_BTV = F.linear(x_BTD, self.embedding.weight)
+        return logits_BTV if self.output_scale == 1.0 else logits_BTV * self.output_scale
 
     def loss(
         self, tokens_BT: Tensor, targets_BT: Tensor, state: MemoryState
@@ -279,10 +282,6 @@ class LanguageModel(nn.Module):
             memories[0] = first.end(u_BSD, self.final_norm, memories[0], part)
         opened = None if opened is None else tuple(windows)
         return Window(stream.x_BtD, tuple(memories), opened, extra_loss)
-
-    def _logits(self, x_BTD: Tensor) -> Tensor:
-        logits_BTV = F.linear(x_BTD, self.embedding.weight)
-        return logits_BTV if self.output_scale == 1.0 else logits_BTV * self.output_scale
 
     def _zeros(self, *size: int) -> Tensor:
         weight = self.embedding.weight

@@ -19,6 +19,7 @@ COMMANDS = {
     "inspect": ("melodi.cli.inspect:inspect", "What a memory file holds."),
     "report": ("melodi.cli.evaluate:report", "Run folder to plots."),
     "memory": ("melodi.cli.memory:memory", "What a preset costs in floats and bytes."),
+    "export": ("melodi.cli.export:export", "Run folder to Hugging Face folder."),
 }
 
 

@@ -224,7 +224,7 @@ class StreamReader:
         tokens_BT = pad_sequence(ids, batch_first=True).to(self.model.embedding.weight.device)
         ragged = lengths if len(set(lengths)) > 1 else None
         with evaluating(self.model):
-            x_BTD, state = self.model.hidden(tokens_BT, self.state, ragged)
+            x_BTD, state, _ = self.model.hidden(tokens_BT, self.state, ragged)
         self._at = Standing(state, self._at.place.after(ids, x_BTD))
         return x_BTD
 

@@ -1,0 +1,12 @@
+"""The Hugging Face coat: importing it tells transformers' auto classes what "melodi" is."""
+
+try:
+    import transformers  # noqa: F401
+except ImportError:
+    raise ImportError(
+        "melodi.hf needs transformers, which is not installed: pip install 'melodi-lm[hf]'"
+    ) from None
+
+from melodi.hf.modeling import MelodiConfig, MelodiForCausalLM, MemoryCache
+
+__all__ = ["MelodiConfig", "MelodiForCausalLM", "MemoryCache"]
