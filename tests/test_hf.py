@@ -145,7 +145,7 @@ def test_greedy_equals_whole_passes(config: ModelConfig) -> None:
     torch.testing.assert_close(torch.stack(out.logits, 1), logits.float(), **SINGLE)
 
 
-@cases(ZOO)
+@cases(DEFAULT)
 def test_padding_is_never_read(config: ModelConfig) -> None:
     """In a batch padded on the left, some prompts longer than a window, each row is continued as
     it is alone."""
