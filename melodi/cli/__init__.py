@@ -17,6 +17,7 @@ COMMANDS = {
     "generate": ("melodi.cli.read:generate", "A continuation of a prompt, from a run."),
     "report": ("melodi.cli.evaluate:report", "Run folder to plots."),
     "memory": ("melodi.cli.memory:memory", "What a preset costs in floats and bytes."),
+    "bench": ("melodi.cli.bench:bench", "Speed here, next to the alternatives."),
 }
 
 
