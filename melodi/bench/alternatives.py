@@ -1,7 +1,8 @@
 """Other implementations, from PyPI, at our width, depth and vocabulary, on the same tokens.
 
 Each is used as its authors show it, memory carried from segment to segment; each that is not
-installed, or fails, is left out with one line. None counts operations, so none has a share of a roof.
+installed, or fails, is left out with one line. Their operations are not counted, so that they have
+no share of a roof.
 
 Shapes: B rows, T tokens, one more than are predicted.
 """

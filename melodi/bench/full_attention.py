@@ -1,8 +1,8 @@
 """Full attention, the usual way to read a long document: a Llama of `transformers`.
 
 It has the width, depth, heads and vocabulary of ours; its gated feed-forward has three matrices of
-two thirds of the width, so that parameters and operations are the same. It scores tokens by the same
-code as ours, without holding all logits.
+two thirds of the width, so that parameters and operations are the same. It scores tokens by the
+same code as ours, without holding all logits.
 
 Shapes: B rows, T tokens, H heads, M slots, E head width.
 """

@@ -8,8 +8,8 @@
   because the best pairs are read without a product.
 - Training is three times reading: each product has two more of its size in the backward pass.
 
-Letters: D width, HE heads times head width, t queries, L long-term tokens, R states, S write tokens,
-d key width, K features.
+Letters: D width, HE heads times head width, t queries, L long-term tokens, R states, S write
+tokens, d key width, K features.
 """
 
 from collections.abc import Callable

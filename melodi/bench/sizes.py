@@ -98,7 +98,7 @@ _MID = deeper(
 )
 
 SIZES = {
-    "laptop": Size(scaled("laptop-"), rows=8, segment_windows=8),
+    "laptop": Size(scaled("laptop-"), rows=4, segment_windows=8),
     "small": Size(_SMALL, rows=8, segment_windows=8),
     "mid": Size(_MID, rows=1, segment_windows=8),
 }
@@ -109,7 +109,7 @@ PLANS = {
         length_seconds=6,
         growth_seconds=8,
         peak_seconds=45,
-        lengths=(4096, 8192),
+        lengths=(4096, 16_384),
         positions=(4096, 16_384, 65_536),
         memory_lengths=(2048, 8192),
         context=32_768,

@@ -62,8 +62,8 @@ def print_record(record: dict[str, Any]) -> None:
     print(f"{m['cpu']}, {m['capability']}, {m['threads']} threads, torch {m['torch']}")
     for row in record["speed"]:
         if row["name"] == "machine":
-            spread = f"{row['best'] / 1e9:.1f} best, {row['median'] / 1e9:.1f} median"
-            print(f"{row['metric']:<10} {spread} {row['unit'].replace('op', 'Gop')}".rstrip())
+            values = f"{row['best'] / 1e9:.1f} best, {row['median'] / 1e9:.1f} median"
+            print(f"{row['metric']:<10} {values}, in G{row['unit']}, {row['count']} rounds")
     peaks = {(row["name"], row["work"], row["length"]): row for row in record["peaks"]}
     segment = record["config"]["segment"]
     for metric, title in METRICS.items():
@@ -85,11 +85,16 @@ def speed_cells(row: dict[str, Any]) -> list[str]:
     return [
         row["name"],
         f"{row['median']:,.0f}",
-        f"{row['spread']:.0%}",
+        spread(row),
         f"{relative['median']:.2f}",
-        f"{relative['spread']:.0%}",
+        spread(relative),
         f"{share['median']:.0%}" if share else "-",
     ]
+
+
+def spread(figures: dict[str, Any]) -> str:
+    """One sample has none."""
+    return f"{figures['spread']:.0%}" if figures["count"] > 1 else "-"
 
 
 def print_documents(record: dict[str, Any]) -> None:
@@ -101,21 +106,21 @@ def print_documents(record: dict[str, Any]) -> None:
                 f"{row['length']:,}",
                 row["name"],
                 f"{row['median']:,.0f}",
-                f"{row['spread']:.0%}",
+                spread(row),
                 f"{row['to_melodi']['median']:.2f}",
             ]
             for row in record["documents"]
         ],
     )
-    print_table(
-        "Memory that work adds, in MB",
-        ["work", "model", "tokens", "MB"],
-        [
-            [row["work"], row["name"], f"{row['length']:,}", f"{row['megabytes']:.0f}"]
-            for row in record["peaks"]
-            if row["work"] != "train" or row["length"] != record["config"]["segment"]
-        ],
-    )
+    works = {"train": "train", "read": "read", "chunks": "read in chunks"}
+    peaks = [
+        [works[row["work"]], row["name"], f"{row['length']:,}", f"{row['megabytes']:.0f}"]
+        for row in record["peaks"]
+        if row["work"] != "train" or row["length"] != record["config"]["segment"]
+    ]
+    if peaks:
+        columns = ["work", "model", "tokens", "MB"]
+        print_table("Memory that a whole document adds, at its peak", columns, peaks)
     print_table(
         "One document, read on and on by melodi",
         ["after tokens", "tokens/s", "±", "to the first", "±", "resident MB"],
@@ -123,9 +128,9 @@ def print_documents(record: dict[str, Any]) -> None:
             [
                 f"{row['position']:,}",
                 f"{row['median']:,.0f}",
-                f"{row['spread']:.0%}",
+                spread(row),
                 f"{row['to_first']['median']:.2f}",
-                f"{row['to_first']['spread']:.0%}",
+                spread(row["to_first"]),
                 f"{row['resident_mb']:.0f}" if row["resident_mb"] else "-",
             ]
             for row in record["growth"]
