@@ -29,7 +29,7 @@ PACKAGE = Path(melodi.__file__).parent
 ROOT = PACKAGE.parent
 ORDER = [
     *["files", "sharded", "config", "layers", "memory", "boundary", "reading", "model", "data"],
-    *["run", "stream", "evaluation", "training", "paper", "meliad", "cli"],
+    *["run", "stream", "evaluation", "training", "paper", "meliad", "bench", "cli"],
 ]
 """Each name imports only from names before it; docs/architecture.md tells the same story."""
 SIBLINGS = {
@@ -45,7 +45,11 @@ SIBLINGS = {
     "evaluation": ["documents", "record", "probes", "recall"],
     "training": ["distributed", "parameters", "optimizers", "checkpoint", "learner", "trainer"],
     "paper": ["costs", "recipes", "reproduce", "report"],
-    "cli": ["console", "prepare", "train", "evaluate", "read", "memory"],
+    "bench": [
+        *["sizes", "operations", "measure", "machine", "subjects", "full_attention"],
+        *["alternatives", "peak", "runner", "plots"],
+    ],
+    "cli": ["console", "prepare", "train", "evaluate", "read", "memory", "bench"],
 }
 """The same inside each folder. A file that is not listed may stand anywhere, but in no circle."""
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -136,7 +140,7 @@ def test_public_names_stay() -> None:
     fields += "long_term_tokens long_term_windows layers dialect branching copy_short_to_long "
     fields += "recurrent_states memory_slots top_k dropout"
     assert set(fields.split()) <= {field.name for field in dataclasses.fields(melodi.ModelConfig)}
-    assert {"prepare", "train", "eval", "generate", "report", "memory"} <= set(COMMANDS)
+    assert {"prepare", "train", "eval", "generate", "report", "memory", "bench"} <= set(COMMANDS)
 
 
 def test_unknown_names_are_refused() -> None:

@@ -27,7 +27,7 @@ class BenchArgs:
 def bench(args: list[str]) -> None:
     """Speed and memory here, next to full attention and other implementations.
 
-    All models are measured in turn, in one run: only ratios of one run mean something.
+    All models are measured in turn, in one run: compare only ratios of one run.
 
     Example: melodi bench --quick --out bench
     """
