@@ -200,16 +200,16 @@ def test_tasks_take_turns() -> None:
     assert len(found[0].samples) == len(found[1].samples) == calls.count("a") - 1
     assert min(found[0].samples) > 3
     assert notes == ["bad: x failed: RuntimeError: broken in two lines"]
-    (once,) = interleave(tasks[:1], 0, notes.append, "test")
+    (once,) = interleave([replace(tasks[0], needed=True)], 0, notes.append, "test")
     assert len(once.samples) == 1
     with pytest.raises(RuntimeError):
-        interleave([replace(tasks[1], optional=False)], 0, notes.append, "test")
+        interleave([replace(tasks[1], optional=False, needed=True)], 0, notes.append, "test")
 
 
 def test_what_does_not_fit_is_left_out() -> None:
-    """An alternative for which no time is left is left out with a line; ours never is."""
+    """What no time is left for is left out with a line, but not what is needed for the others."""
     notes: list[str] = []
-    tasks = [Task("ours", "x", lambda: 1.0), Task("other", "x", lambda: 1.0, optional=True)]
+    tasks = [Task("ours", "x", lambda: 1.0, needed=True), Task("other", "x", lambda: 1.0)]
     assert [m.task.name for m in interleave(tasks, -1, notes.append, "test")] == ["ours"]
     assert notes == ["other: x left out, no time is left"]
 

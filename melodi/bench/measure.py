@@ -61,6 +61,8 @@ class Task:
     """What one unit needs of the machine, in operations or bytes, if that was counted."""
     optional: bool = False
     """A failure is noted, and the task left out: it is not our code that fails."""
+    needed: bool = False
+    """Measured even if no time is left: the others are compared with it."""
 
 
 class Measured(NamedTuple):
@@ -88,8 +90,8 @@ def interleave(
 ) -> list[Measured]:
     """Samples of all tasks, as many rounds as the seconds allow.
 
-    The first round warms up, and counts only where there is no time for a second; what is optional
-    and does not fit into the seconds even once is left out.
+    The first round warms up, and counts only where there is no time for a second; what does not fit
+    into the seconds even once is left out, unless it is needed.
     """
     samples: dict[int, list[float]] = {i: [] for i in range(len(tasks))}
     order, shuffle = list(samples), random.Random(0)
@@ -98,7 +100,7 @@ def interleave(
         start = time.perf_counter()
         for i in order:
             task = tasks[i]
-            if rounds == 0 and task.optional and time.perf_counter() - begin > seconds:
+            if rounds == 0 and not task.needed and time.perf_counter() - begin > seconds:
                 del samples[i]
                 note(f"{task.name}: {task.metric} left out, no time is left")
                 continue

@@ -99,7 +99,12 @@ def growth(size: Size, plan: Plan) -> list[dict[str, Any]]:
             places[position] = state
             rows.append({"position": position, "resident_mb": machine.resident_mb()})
     tasks = [
-        Task(str(place), "read", rate(partial(read_on, model, tokens_1T, kept), size.segment))
+        Task(
+            str(place),
+            "read",
+            rate(partial(read_on, model, tokens_1T, kept), size.segment),
+            needed=True,
+        )
         for place, kept in places.items()
     ]
     found = interleave(tasks, plan.growth_seconds / 4, print, "reading at") if tasks else []
@@ -158,7 +163,13 @@ def documents(size: Size, plan: Plan, note: Note) -> list[dict[str, Any]]:
                 del readers[name]
                 note(f"{name}: {length:,} tokens left out, it would take about {seconds:.0f} s")
         tasks = [
-            Task(name, "read", rate(partial(reader, length), length), optional=name != REFERENCE)
+            Task(
+                name,
+                "read",
+                rate(partial(reader, length), length),
+                optional=name != REFERENCE,
+                needed=name == REFERENCE,
+            )
             for name, reader in readers.items()
         ]
         found = interleave(tasks, plan.length_seconds, note, f"{length:,} tokens", warm=False)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from melodi.bench.measure import Task, rate
 from melodi.bench.operations import TRAINING, floats_read, per_token
-from melodi.bench.sizes import Size
+from melodi.bench.sizes import REFERENCE, Size
 from melodi.config import ModelConfig
 from melodi.layers.frame import named
 from melodi.memory import MemoryState
@@ -51,7 +51,7 @@ class Subject:
     def tasks(self, size: Size) -> list[Task]:
         tokens = size.rows * size.segment
         return [
-            Task(self.name, metric, rate(run, units), work, self.optional)
+            Task(self.name, metric, rate(run, units), work, self.optional, self.name == REFERENCE)
             for metric, run, units, work in (
                 ("train", self.train, tokens, self.train_work),
                 ("read", self.read, tokens, self.read_work),
