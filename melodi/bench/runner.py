@@ -123,7 +123,10 @@ def speed(size: Size, plan: Plan, names: tuple[str, ...], note: Note) -> list[di
         progress(f"making {name}")
         subject = make_alternative(name, size, plan.context, note)
         tasks += [] if subject is None else subject.tasks(size)
-    return speed_rows(interleave(tasks, plan.speed_seconds, note, "speed"))
+    found = interleave(tasks, plan.speed_seconds, note, "speed")
+    if len(found[0].samples) == 1:
+        note("speed: one sample each, no spread and perhaps cold: the ratios mean little")
+    return speed_rows(found)
 
 
 def speed_rows(found: list[Measured]) -> list[dict[str, Any]]:
