@@ -25,13 +25,15 @@ GENERATED = 8
 
 
 def make_llama(c: ModelConfig) -> Any:
-    from transformers import LlamaConfig, LlamaForCausalLM
+    import transformers
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     torch.manual_seed(0)
-    return LlamaForCausalLM(
-        LlamaConfig(
+    # Its annotations differ from what it takes, and from version to version.
+    llama: Any = transformers
+    return llama.LlamaForCausalLM(
+        llama.LlamaConfig(
             vocab_size=c.vocab_size,
             hidden_size=c.width,
             intermediate_size=2 * c.ffn_width // 3,
@@ -120,8 +122,8 @@ def filled_cache(model: Any, c: ModelConfig, context: int) -> Any:
     cache = DynamicCache(config=model.config)
     with torch.inference_mode():
         for layer in range(len(c.layers)):
-            pairs = [torch.rand(1, c.num_heads, context, c.head_size) for _ in range(2)]
-            cache.update(*pairs, layer)
+            keys, values = torch.rand(2, 1, c.num_heads, context, c.head_size)
+            cache.update(keys, values, layer)
     return cache
 
 

@@ -63,7 +63,7 @@ def run_bench(size: Size, plan: Plan) -> dict[str, Any]:
         "seconds": {},
     }
     parts: dict[str, Callable[[], list[dict[str, Any]]]] = {
-        "growth": lambda: growth(size, plan),
+        "growth": lambda: growth(size, plan, note),
         "speed": lambda: speed(size, plan, names, note),
         "documents": lambda: documents(size, plan, note),
         "peaks": lambda: peaks(size, plan, names, note),
@@ -77,7 +77,7 @@ def run_bench(size: Size, plan: Plan) -> dict[str, Any]:
     return record
 
 
-def growth(size: Size, plan: Plan) -> list[dict[str, Any]]:
+def growth(size: Size, plan: Plan, note: Note) -> list[dict[str, Any]]:
     """One document, read on and on: cost per token, and memory held, at several places of it.
 
     The states of all places are kept, and reading on from each is then timed in turn.
@@ -107,7 +107,7 @@ def growth(size: Size, plan: Plan) -> list[dict[str, Any]]:
         )
         for place, kept in places.items()
     ]
-    found = interleave(tasks, plan.growth_seconds / 4, print, "reading at") if tasks else []
+    found = interleave(tasks, plan.growth_seconds / 4, note, "reading at") if tasks else []
     for row, (_, samples) in zip(rows, found, strict=True):
         row |= {"samples": samples, **figures(summary(samples))}
         row["to_first"] = figures(ratio(samples, found[0].samples))
