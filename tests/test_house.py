@@ -29,7 +29,8 @@ PACKAGE = Path(melodi.__file__).parent
 ROOT = PACKAGE.parent
 ORDER = [
     *["files", "sharded", "config", "layers", "memory_file", "memory", "boundary", "reading"],
-    *["model", "data", "run", "stream", "evaluation", "training", "paper", "meliad", "hf", "cli"],
+    *["model", "data", "run", "stream", "evaluation", "training", "paper", "meliad", "hf"],
+    *["bench", "cli"],
 ]
 """Each name imports only from names before it; docs/architecture.md tells the same story."""
 SIBLINGS = {
@@ -47,9 +48,13 @@ SIBLINGS = {
     "training": ["distributed", "parameters", "optimizers", "checkpoint", "learner", "trainer"],
     "paper": ["costs", "recipes", "reproduce", "report"],
     "hf": ["modeling", "export"],
+    "bench": [
+        *["sizes", "operations", "measure", "machine", "subjects", "full_attention"],
+        *["alternatives", "peak", "runner", "plots"],
+    ],
     "cli": [
         *["console", "prepare", "train", "evaluate", "read", "generate", "inspect", "memory"],
-        *["export"],
+        *["export", "bench"],
     ],
 }
 """The same inside each folder. A file that is not listed may stand anywhere, but in no circle."""
@@ -142,7 +147,7 @@ def test_public_names_stay() -> None:
     fields += "recurrent_states memory_slots top_k dropout"
     assert set(fields.split()) <= {field.name for field in dataclasses.fields(melodi.ModelConfig)}
     commands = {"prepare", "train", "eval", "read", "generate", "inspect", "report", "memory"}
-    assert commands | {"export"} <= set(COMMANDS)
+    assert commands | {"export", "bench"} <= set(COMMANDS)
 
 
 def test_unknown_names_are_refused() -> None:

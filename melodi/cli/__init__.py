@@ -20,6 +20,7 @@ COMMANDS = {
     "report": ("melodi.cli.evaluate:report", "Run folder to plots."),
     "memory": ("melodi.cli.memory:memory", "What a preset costs in floats and bytes."),
     "export": ("melodi.cli.export:export", "Run folder to Hugging Face folder."),
+    "bench": ("melodi.cli.bench:bench", "Speed here, next to the alternatives."),
 }
 
 

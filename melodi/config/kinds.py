@@ -1,8 +1,9 @@
 """The layer kinds, one row each: what a memory system is, as far as it can be said without torch.
 
 To add a memory system, add a row here and the file in melodi/layers that its `layer` names; nothing
-else in the package knows kinds by name. A row says which config fields the kind needs, what it
-carries, and who sees what in its self-attention, whose keys are [past; window; write tokens].
+else in the package knows kinds by name but bench/operations.py, which counts their products. A row
+says which config fields the kind needs, what it carries, and who sees what in its self-attention,
+whose keys are [past; window; write tokens].
 """
 
 from collections.abc import Callable

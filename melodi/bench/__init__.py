@@ -1,0 +1,1 @@
+"""Speed and memory here, next to the alternatives."""

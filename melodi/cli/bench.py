@@ -1,0 +1,138 @@
+"""`melodi bench`: speed here, next to the alternatives."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from melodi.cli.console import check_at_least, parse, print_table, use_threads
+
+METRICS = {"train": "Training", "read": "Reading", "generate": "Generation, one document"}
+
+
+@dataclass
+class BenchArgs:
+    quick: bool = False
+    """Fewer kinds, lengths and rounds: about two minutes on two quiet cores."""
+    json: bool = False
+    """Print all samples as a JSON object instead of tables."""
+    out: Path | None = None
+    """Folder for bench.json and bench.png."""
+    size: Literal["laptop", "small", "mid"] = "laptop"
+    """Size of all models."""
+    threads: int | None = None
+    """CPU threads; torch's own choice when not given."""
+
+
+def bench(args: list[str]) -> None:
+    """Speed and memory here, next to full attention and other implementations.
+
+    All models are measured in turn, in one run: compare only ratios of one run.
+
+    Example: melodi bench --quick --out bench
+    """
+    options = parse(BenchArgs, bench, args)
+    check_at_least(1, threads=options.threads)
+    if options.out is not None:
+        options.out.mkdir(parents=True, exist_ok=True)
+    use_threads(options.threads)
+
+    from melodi.bench.runner import run_bench
+    from melodi.bench.sizes import PLANS, SIZES
+
+    record = run_bench(SIZES[options.size], PLANS["quick" if options.quick else "full"])
+    record = {"size": options.size, "quick": options.quick, **record}
+    if options.json:
+        print(json.dumps(record, indent=2))
+    else:
+        print_record(record)
+    if options.out is not None:
+        save(record, options.out)
+
+
+def save(record: dict[str, Any], folder: Path) -> None:
+    from melodi.bench.plots import plot_bench
+
+    (folder / "bench.json").write_text(json.dumps(record, indent=2) + "\n")
+    plot_bench(record, folder)
+
+
+def print_record(record: dict[str, Any]) -> None:
+    m = record["machine"]
+    print(f"{m['cpu']}, {m['capability']}, {m['threads']} threads, torch {m['torch']}")
+    for row in record["speed"]:
+        if row["name"] == "machine":
+            values = f"{row['best'] / 1e9:.1f} best, {row['median'] / 1e9:.1f} median"
+            print(f"{row['metric']:<10} {values}, in G{row['unit']}, {row['count']} rounds")
+    peaks = {(row["name"], row["work"], row["length"]): row for row in record["peaks"]}
+    segment = record["config"]["segment"]
+    for metric, title in METRICS.items():
+        rows = [row for row in record["speed"] if row["metric"] == metric]
+        of = "bandwidth" if metric == "generate" else "roof"
+        columns = ["model", "tokens/s", "±", "to melodi", "±", f"of {of}"]
+        cells = [speed_cells(row) for row in rows]
+        if metric == "train":
+            columns.append("peak MB")
+            for row, cell in zip(rows, cells, strict=True):
+                peak = peaks.get((row["name"], "train", segment))
+                cell.append(f"{peak['megabytes']:.0f}" if peak else "-")
+        print_table(title, columns, cells)
+    print_documents(record)
+
+
+def speed_cells(row: dict[str, Any]) -> list[str]:
+    relative, share = row["to_melodi"], row.get("share")
+    return [
+        row["name"],
+        f"{row['median']:,.0f}",
+        spread(row),
+        f"{relative['median']:.2f}",
+        spread(relative),
+        f"{share['median']:.0%}" if share else "-",
+    ]
+
+
+def spread(figures: dict[str, Any]) -> str:
+    """One sample has none."""
+    return f"{figures['spread']:.0%}" if figures["count"] > 1 else "-"
+
+
+def print_documents(record: dict[str, Any]) -> None:
+    print_table(
+        "Whole documents, read from their start",
+        ["tokens", "model", "tokens/s", "±", "to melodi"],
+        [
+            [
+                f"{row['length']:,}",
+                row["name"],
+                f"{row['median']:,.0f}",
+                spread(row),
+                f"{row['to_melodi']['median']:.2f}",
+            ]
+            for row in record["documents"]
+        ],
+    )
+    works = {"train": "train", "read": "read", "chunks": "read in chunks"}
+    peaks = [
+        [works[row["work"]], row["name"], f"{row['length']:,}", f"{row['megabytes']:.0f}"]
+        for row in record["peaks"]
+        if row["work"] != "train" or row["length"] != record["config"]["segment"]
+    ]
+    if peaks:
+        columns = ["work", "model", "tokens", "MB"]
+        print_table("Memory that a whole document adds, at its peak", columns, peaks)
+    print_table(
+        "One document, read on and on by melodi",
+        ["after tokens", "tokens/s", "±", "to the first", "±", "resident MB"],
+        [
+            [
+                f"{row['position']:,}",
+                f"{row['median']:,.0f}",
+                spread(row),
+                f"{row['to_first']['median']:.2f}",
+                spread(row["to_first"]),
+                f"{row['resident_mb']:.0f}" if row["resident_mb"] else "-",
+            ]
+            for row in record["growth"]
+        ],
+    )
