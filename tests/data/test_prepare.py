@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from texts import contents, stories, texts_of, write_folder
 
-from melodi.cli import prepare as prepare_command
+from melodi.cli.prepare import prepare as prepare_command
 from melodi.data import text, writer
 from melodi.data.prepare import prepare
 from melodi.data.store import SPLITS, TokenStore
