@@ -13,7 +13,7 @@ METRICS = {"train": "Training", "read": "Reading", "generate": "Generation, one 
 @dataclass
 class BenchArgs:
     quick: bool = False
-    """Fewer kinds, lengths and rounds: about two minutes on two quiet cores."""
+    """Fewer kinds, lengths and rounds: budgeted for two minutes on two quiet cores."""
     json: bool = False
     """Print all samples as a JSON object instead of tables."""
     out: Path | None = None
