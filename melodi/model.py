@@ -9,9 +9,10 @@
 Shapes: B rows, T tokens, t tokens of a turn, S write tokens, D width, V vocabulary.
 """
 
+import functools
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, NamedTuple, cast
 
@@ -189,6 +190,9 @@ class LanguageModel(nn.Module):
         device, rows_count = self.embedding.weight.device, state.batch_size
         memory, opened, fill = state.layers, state.open_window, None
         in_place = not torch.is_grad_enabled()
+        run: Callable[..., Window] = self._window
+        if self.checkpoint_windows and not in_place:  # only the edges of windows are kept
+            run = functools.partial(checkpoint, self._window, use_reentrant=False)
         if in_place and (writable := state.writable_window()) is not None:
             opened, fill = writable
         windows_B, open_B = state.windows_B, state.open_B
@@ -203,7 +207,7 @@ class LanguageModel(nn.Module):
                 opened, fill = self._empty_windows(rows_count), Fill(open_B)
             part = turn.part(device, self.static_shapes, in_place, probe)
             seen = self._sights(turn, known)
-            window = self._run(rows.tokens(turn), memory, opened, part, seen)
+            window = run(rows.tokens(turn), memory, opened, part, seen)
             memory, opened = window.memory, window.opened
             rows.add(window.x_BtD, turn)
             windows_B, open_B = turn.next_counters()
@@ -234,23 +238,6 @@ class LanguageModel(nn.Module):
             device = self.embedding.weight.device
             known[key] = sights(self.config, self.position_bias, turn, device, self.static_shapes)
         return known[key]
-
-    def _run(
-        self,
-        tokens_Bt: Tensor,
-        memory: tuple[LayerMemory, ...],
-        opened: tuple[OpenWindow, ...] | None,
-        part: WindowPart,
-        sights: tuple[Sight, ...],
-    ) -> Window:
-        """One turn; under `checkpoint_windows` only its edges are kept."""
-        if not self.checkpoint_windows or not torch.is_grad_enabled():
-            return self._window(tokens_Bt, memory, opened, part, sights)
-        again: Any = checkpoint
-        result: Window = again(
-            self._window, tokens_Bt, memory, opened, part, sights, use_reentrant=False
-        )
-        return result
 
     def _window(
         self,
