@@ -13,6 +13,9 @@ class Dialect:
 
     mixer: Literal["matrix", "residual"]
     """matrix: the bare linear map. residual: normalised inputs, a bias, and the summary added."""
+    mixer_start: Literal["random", "tokens"]
+    """random: of the size that keeps the variance. tokens: M_right hands on the last tokens of the
+    window, M_long tokens at equal distances, M_up the summary, until training finds better."""
     gate: Literal["head", "channel"]
     """head: σ(g) per head, on long-term. channel: σ(g) per head and channel, on self-attention."""
     long_term_store: Literal["pairs", "tokens"]
@@ -36,6 +39,7 @@ class Dialect:
 DIALECTS = {
     "paper": Dialect(
         mixer="matrix",
+        mixer_start="random",
         gate="head",
         long_term_store="pairs",
         empty_memory="masked",
@@ -48,6 +52,7 @@ DIALECTS = {
     ),
     "meliad": Dialect(
         mixer="residual",
+        mixer_start="random",
         gate="channel",
         long_term_store="tokens",
         empty_memory="zeros",
@@ -60,7 +65,11 @@ DIALECTS = {
     ),
 }
 DIALECTS["default"] = replace(
-    DIALECTS["paper"], mixer="residual", attention="normalised-root", embedding="root"
+    DIALECTS["paper"],
+    mixer="residual",
+    mixer_start="tokens",
+    attention="normalised-root",
+    embedding="root",
 )
 
 

@@ -124,6 +124,6 @@ def recipe(preset: str) -> TrainConfig:
             save_every=1_000,
         )
     return TrainConfig(
-        optimizer=OptimizerConfig("muon", peak=0.04, floor=0.004, warmup=20, gate_multiplier=10),
+        optimizer=OptimizerConfig("muon", peak=0.04, floor=0.004, warmup=20),
         steps=200,
     )

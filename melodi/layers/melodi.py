@@ -8,6 +8,7 @@
 Shapes as in frame.py; S short-term = summary tokens, L long-term tokens, M = L·Q slots of the FIFO.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -77,6 +78,11 @@ class ShortTermLayer(Layer[MelodiMemory]):
             self.up = TokenMixer(config, config.short_term_tokens, residual, residual)
         if branching and self.past_slots:
             self.right = TokenMixer(config, config.short_term_tokens, residual, residual)
+        if config.answers.mixer_start == "tokens":
+            if self.up is not None:
+                self.up.start_from([] if residual else range(config.window, self.up.inputs))
+            if self.right is not None:
+                self.right.start_from(range(config.window)[-config.short_term_tokens :])
 
     def sizes(self) -> tuple[tuple[int, ...], ...]:
         return ((self.past_slots, self.width),)
@@ -123,6 +129,9 @@ class LongTermLayer(ShortTermLayer):
         if not self.copies:
             biased = config.answers.mixer == "residual"
             self.long = TokenMixer(config, self.entries_per_window, bias=biased, residual=False)
+            if config.answers.mixer_start == "tokens":
+                apart = max(config.window // self.entries_per_window, 1)
+                self.long.start_from(range(config.window)[apart - 1 :: apart])
 
     @classmethod
     def memory_class(cls, config: ModelConfig) -> type[MelodiMemory]:
@@ -174,13 +183,21 @@ class TokenMixer(nn.Module):
 
     def __init__(self, config: ModelConfig, outputs: int, bias: bool, residual: bool) -> None:
         super().__init__()
-        inputs = config.window + config.short_term_tokens
+        self.inputs = config.window + config.short_term_tokens
         self.window = config.window
-        self.weight = nn.Parameter(torch.empty(inputs, outputs))
-        randomise(self.weight, inputs**-0.5)
+        self.weight = nn.Parameter(torch.empty(self.inputs, outputs))
+        randomise(self.weight, self.inputs**-0.5)
         self.bias = nn.Parameter(torch.zeros(outputs)) if bias else None
         self.context_norm = RMSNorm(config.width) if residual else None
         self.summary_norm = RMSNorm(config.width) if residual else None
+
+    @torch.no_grad()
+    def start_from(self, tokens: Sequence[int]) -> None:
+        """Hands on these tokens, context first, as they are, and nothing in outputs beyond them."""
+        if not self.weight.is_meta:
+            self.weight.zero_()
+            for output, token in enumerate(tokens[: self.weight.size(1)]):
+                self.weight[token, output] = 1
 
     def forward(self, x_BWD: Tensor, u_hat_BSD: Tensor) -> Tensor:
         context_BWD = x_BWD if self.context_norm is None else self.context_norm(x_BWD)
