@@ -52,7 +52,7 @@ def load(run: str | Path, weights: str | None = None) -> LanguageModel:
     data = Run(folder).read_config()["data"]
     path = weights_file(folder, weights)
     model = LanguageModel(Run(folder).part(ModelConfig, "model"))
-    _, tensors = read_tensors(path)
+    _, tensors = read_tensors(path, sealed=False)  # weights may come from elsewhere
     set_weights(model, tensors, path)
     model.tokenizer = load_tokenizer(folder)
     if model.tokenizer.digest() != data["tokenizer_digest"]:
