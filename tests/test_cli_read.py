@@ -138,8 +138,6 @@ def test_mistakes_in_reading(
     model(torch.zeros(2, 20, dtype=torch.long), model.empty_state(2))[1].save(several)
     for command, message in {
         "read": "FILE",
-        f"read {book}": "no model ships with this version: give --run RUN",
-        "generate": "no model ships with this version: give --run RUN",
         f"read /none --run {run}": "/none is no file",
         f"read {binary} --run {run}": "is binary: give a text",
         f"read {empty} --run {run}": "is empty: give something to read",

@@ -212,7 +212,7 @@ def write_others(path: Path) -> None:
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="processes that share the test need fork")
 def test_a_file_that_is_replaced_while_it_is_read(tmp_path: Path) -> None:
-    """What is loaded is the old file or the new one, whole, however often another process writes."""
+    """What is loaded is the old file or the new one, however often another process writes it."""
     path = tmp_path / "memory"
     write_tensors(path, {"x": torch.zeros(999)}, {"n": "0"})
     writer = multiprocessing.get_context("fork").Process(target=write_others, args=(path,))

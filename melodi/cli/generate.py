@@ -16,7 +16,7 @@ Texts = Annotated[
 @dataclass
 class GenerateArgs:
     run: Path | None = None
-    """A run folder; the model that ships with melodi when not given."""
+    """A run folder; the model that ships with melodi, laptop-melodi, when not given."""
     memory: Path | None = None
     """Go on from this memory file, written by melodi read."""
     prompt: str | None = None

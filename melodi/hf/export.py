@@ -19,7 +19,7 @@ from melodi.data.tokenizer import END_OF_DOCUMENT, BPETokenizer, ByteTokenizer, 
 from melodi.files import read_header, read_json, write_text
 from melodi.hf.modeling import MelodiForCausalLM
 from melodi.model import LanguageModel
-from melodi.run import ENVIRONMENT, Run, load, weights_file
+from melodi.run import ENVIRONMENT, Run, load, run_folder, weights_file
 
 
 def export(run: str | Path, folder: str | Path) -> Path:
@@ -27,6 +27,7 @@ def export(run: str | Path, folder: str | Path) -> Path:
     folder = Path(folder)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"{folder} is already there: choose a new or empty folder")
+    run = run_folder(run)
     core = load(run)
     partial = folder.with_name(f"{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
