@@ -47,7 +47,7 @@ SIBLINGS = {
     "evaluation": ["documents", "record", "probes", "texts", "contents", "recall"],
     "training": ["distributed", "parameters", "optimizers", "checkpoint", "learner", "trainer"],
     "paper": ["costs", "recipes", "reproduce", "report"],
-    "hf": ["modeling", "export"],
+    "hf": ["modeling", "pieces", "export"],
     "bench": [
         *["sizes", "operations", "measure", "machine", "subjects", "full_attention"],
         *["alternatives", "peak", "runner", "plots"],
