@@ -30,7 +30,7 @@ ROOT = PACKAGE.parent
 ORDER = [
     *["files", "sharded", "config", "layers", "memory_file", "memory", "boundary", "reading"],
     *["model", "data", "run", "stream", "evaluation", "training", "paper", "meliad", "hf"],
-    *["bench", "cli"],
+    *["prefixes", "lm_eval", "bench", "cli"],
 ]
 """Each name imports only from names before it; docs/architecture.md tells the same story."""
 SIBLINGS = {
@@ -53,7 +53,17 @@ SIBLINGS = {
         *["alternatives", "peak", "runner", "plots"],
     ],
     "cli": [
-        *["console", "prepare", "train", "evaluate", "read", "generate", "inspect", "memory"],
+        *[
+            "console",
+            "tasks",
+            "prepare",
+            "train",
+            "evaluate",
+            "read",
+            "generate",
+            "inspect",
+            "memory",
+        ],
         *["export", "bench"],
     ],
 }
