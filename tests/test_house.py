@@ -64,7 +64,7 @@ SIBLINGS = {
             "inspect",
             "memory",
         ],
-        *["export", "bench"],
+        *["export", "bench", "completion"],
     ],
 }
 """The same inside each folder. A file that is not listed may stand anywhere, but in no circle."""
@@ -156,7 +156,7 @@ def test_public_names_stay() -> None:
     fields += "recurrent_states memory_slots top_k dropout"
     assert set(fields.split()) <= {field.name for field in dataclasses.fields(melodi.ModelConfig)}
     commands = {"prepare", "train", "eval", "read", "generate", "inspect", "report", "memory"}
-    assert commands | {"export", "bench"} <= set(COMMANDS)
+    assert commands | {"export", "bench", "completion"} <= set(COMMANDS)
 
 
 def test_unknown_names_are_refused() -> None:
