@@ -51,7 +51,7 @@ class ReadArgs:
 def read(args: list[str]) -> None:
     """Documents to nats per token and, if wanted, to a memory file to go on from.
 
-    Example: melodi read book.txt --run runs/first --save book.memory
+    Example: melodi read book.txt --save book.memory
     """
     options = parse(ReadArgs, read, args)
     check_at_least(1, rows=options.rows)
