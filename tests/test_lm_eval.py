@@ -1,5 +1,6 @@
 """lm-evaluation-harness through one memory: what it is told is what a reader would have said."""
 
+import contextlib
 import json
 import re
 import subprocess
@@ -17,6 +18,7 @@ from melodi.cli.tasks import print_tasks
 __all__ = ["_same_threads", "folder"]
 
 TASKS = Path(__file__).parents[1] / "examples" / "tasks"
+PAGE = Path(__file__).parents[1] / "docs" / "harness.md"
 BOOK = "It was the best of times, it was the worst of times. Call me Ishmael." * 4
 
 
@@ -154,3 +156,16 @@ def test_tasks_that_are_not_there(folder: Path, capsys: pytest.CaptureFixture[st
     pytest.importorskip("lm_eval")
     command = f"eval {folder}/run --tasks x --include /none --device cpu"
     assert "--include /none is no folder" in refused(capsys, command)
+
+
+def test_the_page_runs(folder: Path, tmp_path: Path) -> None:
+    """The code of docs/harness.md runs beside a run and the tasks of the examples."""
+    pytest.importorskip("lm_eval")
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "books").symlink_to(folder / "run")
+    (tmp_path / "examples").symlink_to(TASKS.parent)
+    (code,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S)
+    names: dict[str, Any] = {}
+    with contextlib.chdir(tmp_path):
+        exec(code, names)
+    assert 0 <= names["record"]["tasks"]["tale_choice"]["acc,none"] <= 1

@@ -22,7 +22,7 @@ class CompletionArgs:
 
 
 def completion(args: list[str]) -> None:
-    """A script that completes commands, flags and presets; other words are completed as files.
+    """A script that completes commands, flags and presets; other words stay files.
 
     Example: melodi completion bash >> ~/.bashrc
     """
