@@ -1,8 +1,8 @@
 """A SentencePiece model as transformers sees it: the engine itself, not a conversion.
 
-Conversions to a fast tokenizer differ from the engine in corners (normalised spaces, ties between
-merges, control symbols spelt out), and a run must be given the ids that it was trained with. The
-price is that no offsets are known, as with all tokenizers that are not fast.
+A run must be given the ids that it was trained with, and a conversion to a fast tokenizer gives
+others for some texts, those that spell control symbols out say. The price is that no offsets are
+known, as with all tokenizers that are not fast.
 """
 
 from pathlib import Path
