@@ -1,8 +1,9 @@
 """Files that are whole or absent, whenever the machine stops, and that can be checked.
 
 - Every file is written beside its place and then moved there: the only writer is `replacing`.
-- Tensors are safetensors: no code runs on loading. Their checksum is in the header. They are copied
-  into memory of their own, because the last bit of a product depends on its inputs' alignment.
+- Tensors are safetensors: no code runs on loading. Their checksum is in the header; a file of ours
+  that has lost it is refused. Tensors are copied into memory of their own, because the last bit of
+  a product depends on its inputs' alignment.
 - JSON is JSON: numbers that are not finite, which it does not have, are written as null.
 - A folder that is being written to is locked: `locked`.
 """
@@ -87,33 +88,53 @@ def write_tensors(
             raise OSError(f"{path} cannot be written: {error}") from None
 
 
-def read_tensors(path: Path) -> "tuple[dict[str, str], dict[str, Tensor]]":
-    """The header and the tensors, each in memory of its own; their checksum, if any, must match."""
-    with _opened(path) as file:
-        header = dict(file.metadata() or {})
-        tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
-    if header.pop(CHECKSUM, None) not in (None, _checksum_of(header, tensors)):
+def read_tensors(path: Path, sealed: bool = True) -> "tuple[dict[str, str], dict[str, Tensor]]":
+    """The header and the tensors, each in memory of its own; their checksum must match.
+
+    Files that others may have made are read with `sealed=False`: they need no checksum, but one
+    that is there must match. The file is opened once: if another takes its place meanwhile, what is
+    read is the old one, whole.
+    """
+    from safetensors.torch import load
+
+    with _named_errors(path):
+        data = path.read_bytes()
+        found = load(data)
+    header = _metadata(data)
+    del data
+    tensors = {name: found.pop(name).clone() for name in sorted(found)}
+    seal = header.pop(CHECKSUM, None)
+    if seal is None and sealed:
+        raise ValueError(f"{path} has no checksum: it is damaged, or melodi did not write it")
+    if seal not in (None, _checksum_of(header, tensors)):
         raise ValueError(f"{path} is damaged: its checksum differs from what it holds")
     return header, tensors
 
 
 def read_header(path: Path) -> dict[str, str]:
     """What a file of tensors says of itself, without reading it all."""
-    with _opened(path) as file:
+    from safetensors import safe_open
+
+    with _named_errors(path), safe_open(path, framework="pt") as file:
         return {key: value for key, value in (file.metadata() or {}).items() if key != CHECKSUM}
 
 
 @contextlib.contextmanager
-def _opened(path: Path) -> Iterator[Any]:
-    from safetensors import SafetensorError, safe_open
+def _named_errors(path: Path) -> Iterator[None]:
+    from safetensors import SafetensorError
 
     try:
-        with safe_open(path, framework="pt") as file:
-            yield file
+        yield
     except FileNotFoundError:
         raise FileNotFoundError(f"{path} does not exist") from None
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{path} is not a whole safetensors file: {error}") from None
+
+
+def _metadata(data: bytes) -> dict[str, str]:
+    """The strings in the header of a whole file: the library gives them of paths only."""
+    size = int.from_bytes(data[:8], "little")
+    return dict(json.loads(data[8 : 8 + size]).get("__metadata__") or {})
 
 
 def _checksum_of(header: Mapping[str, str], tensors: "Mapping[str, Tensor]") -> str:

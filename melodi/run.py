@@ -39,6 +39,8 @@ Config = TypeVar("Config")
 CONFIG, ENVIRONMENT = "config.json", "environment.json"
 METRICS, CHECKPOINTS = "metrics.jsonl", "checkpoints"
 BEST, LAST = "best.safetensors", "model.safetensors"
+SHIPPED = Path(__file__).parent / "shipped" / "laptop-melodi"
+"""A run that comes with the package, for commands and calls that name none, or this one."""
 DATA = ("path", "tokenizer_digest", "train_checksum")
 """What config.json says of the store."""
 
@@ -46,13 +48,14 @@ DATA = ("path", "tokenizer_digest", "train_checksum")
 def load(run: str | Path, weights: str | None = None) -> LanguageModel:
     """The model of a run folder, ready to read: its best weights, or the file named `weights`.
 
-    The tokenizer is `model.tokenizer`.
+    "laptop-melodi" is the model that ships with the package, unless there is a folder of that name.
+    The tokenizer is `model.tokenizer`. Weights are float32, however they are stored.
     """
-    folder = Path(run)
+    folder = run_folder(run)
     data = Run(folder).read_config()["data"]
     path = weights_file(folder, weights)
     model = LanguageModel(Run(folder).part(ModelConfig, "model"))
-    _, tensors = read_tensors(path)
+    _, tensors = read_tensors(path, sealed=False)  # weights may come from elsewhere
     set_weights(model, tensors, path)
     model.tokenizer = load_tokenizer(folder)
     if model.tokenizer.digest() != data["tokenizer_digest"]:
@@ -64,9 +67,19 @@ def load(run: str | Path, weights: str | None = None) -> LanguageModel:
     return model.eval()
 
 
+def run_folder(run: str | Path) -> Path:
+    """The folder that is meant: one of that name, or else the run that ships with the package."""
+    folder = Path(run)
+    return default_run() if str(run) == SHIPPED.name and not folder.exists() else folder
+
+
 def default_run() -> Path:
     """The run folder that commands use when none is given: that of a model in the package."""
-    raise ValueError("no model ships with this version: give --run RUN")
+    if not (SHIPPED / CONFIG).is_file():
+        raise ValueError(
+            f"no model is in this copy of melodi ({SHIPPED} is absent): give --run RUN"
+        )
+    return SHIPPED
 
 
 def weights_file(folder: Path, name: str | None = None) -> Path:

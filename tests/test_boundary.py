@@ -163,7 +163,7 @@ def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
     path.write_bytes(whole[: len(whole) // 2])
     with pytest.raises(ValueError, match="not a whole safetensors file"):
         MemoryState.load(path)
-    save_file({"x": torch.zeros(1)}, path)
+    write_tensors(path, {"x": torch.zeros(1)})
     with pytest.raises(ValueError, match="not a memory file"):
         MemoryState.load(path)
     path.write_bytes(whole)

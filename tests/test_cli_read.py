@@ -4,6 +4,7 @@ import io
 import json
 import math
 import os
+import re
 import signal
 import sys
 from pathlib import Path
@@ -113,6 +114,22 @@ def test_what_is_printed_fits(
     assert max(map(len, out.splitlines())) <= 80
 
 
+def test_what_is_piped_has_no_frames(
+    book: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where no terminal is, a table is columns that programs can take apart; else it has frames."""
+    monkeypatch.setenv("COLUMNS", "100")
+    read = f"read {book} {book} --run {book.parent / 'run'} {QUICK}"
+    piped = printed(capsys, read).splitlines()
+    assert piped[1].split() == ["tokens", "nats/token", "perplexity", "bits/byte"]
+    name, tokens, *figures = piped[3].split()
+    assert name.endswith(book.name)
+    assert tokens == str(len(TEXT.encode()))
+    assert all(float(figure) > 0 for figure in figures)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert "┃ tokens ┃" in re.sub(r"\x1b\[[\d;]*m", "", printed(capsys, read))
+
+
 def test_standard_input(book: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """- is what comes from a pipe, bytes that are no UTF-8 included."""
     run = book.parent / "run"
@@ -138,8 +155,6 @@ def test_mistakes_in_reading(
     model(torch.zeros(2, 20, dtype=torch.long), model.empty_state(2))[1].save(several)
     for command, message in {
         "read": "FILE",
-        f"read {book}": "no model ships with this version: give --run RUN",
-        "generate": "no model ships with this version: give --run RUN",
         f"read /none --run {run}": "/none is no file",
         f"read {binary} --run {run}": "is binary: give a text",
         f"read {empty} --run {run}": "is empty: give something to read",
@@ -154,6 +169,7 @@ def test_mistakes_in_reading(
         f"generate --run {run} --memory {run}/model.safetensors": "is not a memory file",
         f"generate --run {run} --top-p 2": "top_p=2.0 must be above 0 and at most 1",
         f"generate --run {run} --stop ''": "must be not empty",
+        f"generate --run {run} --prompt '\udcff'": "--prompt holds bytes that are no UTF-8",
         f"inspect {book}": "not a whole safetensors file",
         "inspect /none": "/none does not exist",
     }.items():

@@ -26,7 +26,7 @@ from melodi.files import write_json
 transformers = pytest.importorskip("transformers")
 
 from melodi.hf import MelodiConfig, MelodiForCausalLM, MemoryCache  # noqa: E402
-from melodi.hf.export import export, fast_tokenizer  # noqa: E402
+from melodi.hf.export import export, tokenizer_for  # noqa: E402
 
 NEW = 3 * WINDOW + 2
 """Tokens that are generated: three edges of windows are passed."""
@@ -557,7 +557,7 @@ TEXTS = [
 def test_the_same_ids(kind: str, tmp_path: Path) -> None:
     """The tokenizer that transformers loads gives our ids and our text, and pads on the left."""
     ours: Tokenizer = ByteTokenizer() if kind == "bytes" else train_tokenizer(TEXTS * 9, 300)
-    fast_tokenizer(ours).save_pretrained(tmp_path)
+    tokenizer_for(ours, tmp_path).save_pretrained(tmp_path)
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
     for text in TEXTS:
         ids = ours.encode(text)
@@ -568,7 +568,7 @@ def test_the_same_ids(kind: str, tmp_path: Path) -> None:
     assert theirs(["a", "bcd"], padding=True)["attention_mask"][0][0] == 0
 
 
-def test_others_add_no_special_tokens() -> None:
+def test_others_add_no_special_tokens(tmp_path: Path) -> None:
     """A tokenizer.json of somebody else that would add tokens to a text adds none: the run was
     trained without them."""
     definition = json.loads(train_tokenizer(TEXTS * 9, 300).definition)  # type: ignore[attr-defined]
@@ -582,7 +582,7 @@ def test_others_add_no_special_tokens() -> None:
         "special_tokens": {"a": {"id": "a", "ids": [66], "tokens": ["a"]}},
     }
     ours = BPETokenizer(json.dumps(definition))
-    assert fast_tokenizer(ours)("It was")["input_ids"] == ours.encode("It was")
+    assert tokenizer_for(ours, tmp_path)("It was")["input_ids"] == ours.encode("It was")
 
 
 @pytest.fixture(scope="module")

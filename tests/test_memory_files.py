@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from test_stream import CONFIG, IDS, MODEL, TOLERANCE, Letters, speaking
 from tiny_runs import flip
 from zoo import WINDOW, ZOO, cases, make, random_tokens
@@ -201,6 +203,40 @@ def test_two_processes_write_one_file(tmp_path: Path) -> None:
         assert path.read_bytes() in whole
     assert [writer.exitcode for writer in writers] == [0, 0]
     assert list(tmp_path.iterdir()) == [path]
+
+
+def write_others(path: Path) -> None:
+    for n in range(300):
+        write_tensors(path, {"x": torch.full((999,), float(n))}, {"n": str(n)})
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="processes that share the test need fork")
+def test_a_file_that_is_replaced_while_it_is_read(tmp_path: Path) -> None:
+    """What is loaded is the old file or the new one, however often another process writes it."""
+    path = tmp_path / "memory"
+    write_tensors(path, {"x": torch.zeros(999)}, {"n": "0"})
+    writer = multiprocessing.get_context("fork").Process(target=write_others, args=(path,))
+    writer.start()
+    seen = set()
+    while writer.is_alive():
+        header, tensors = read_tensors(path)
+        assert tensors["x"].unique().tolist() == [float(header["n"])]
+        seen.add(header["n"])
+    assert writer.exitcode == 0
+    assert len(seen) > 1
+
+
+def test_a_file_without_its_checksum_is_refused(tmp_path: Path) -> None:
+    """Only melodi writes memory files, and it seals them all."""
+    path, reader = tmp_path / "book.memory", StreamReader(MODEL)
+    reader.read(IDS)
+    reader.save(path)
+    with safe_open(path, "pt") as file:
+        header = file.metadata()
+    del header["checksum"]
+    save_file(load_file(path), path, header)
+    with pytest.raises(ValueError, match=f"{path} has no checksum: it is damaged, or"):
+        StreamReader.load(MODEL, path)
 
 
 def test_contents_are_what_was_read(tmp_path: Path) -> None:

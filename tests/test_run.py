@@ -154,7 +154,7 @@ def test_damaged_weights_are_not_loaded(damage: str, finished: Path) -> None:
 
 
 def test_weights_without_a_checksum_are_taken(finished: Path) -> None:
-    """Files of earlier versions have none."""
+    """Weights may come from elsewhere, whose files have none."""
     tensors = load_file(finished / "best.safetensors")
     save_file(tensors, finished / "best.safetensors")
     assert same(melodi.load(finished).state_dict(), tensors)

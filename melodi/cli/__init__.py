@@ -21,6 +21,7 @@ COMMANDS = {
     "memory": ("melodi.cli.memory:memory", "What a preset costs in floats and bytes."),
     "export": ("melodi.cli.export:export", "Run folder to Hugging Face folder."),
     "bench": ("melodi.cli.bench:bench", "Speed here, next to the alternatives."),
+    "completion": ("melodi.cli.completion:completion", "Commands and flags for your shell's Tab."),
 }
 
 

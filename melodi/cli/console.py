@@ -139,7 +139,8 @@ def device_named(name: str | None) -> str:
 
 
 def print_table(title: str, columns: list[str], rows: list[list[str]]) -> None:
-    """A table; on a terminal that is too narrow for it, bare columns with one space between."""
+    """A table; bare columns with one space between where a terminal is too narrow for it, and where
+    there is none: what is piped is for programs, or for a file."""
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table
@@ -151,7 +152,7 @@ def print_table(title: str, columns: list[str], rows: list[list[str]]) -> None:
     for row in rows:
         table.add_row(*row)
     width = Console(width=1000).measure(table).maximum
-    if width > console.width:
+    if width > console.width or not console.is_terminal:
         table.box, table.show_edge, table.pad_edge, table.padding = SIMPLE_HEAD, False, False, 0
         width = Console(width=1000).measure(table).maximum
     # Figures are never cut short, however narrow the terminal.

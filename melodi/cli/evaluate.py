@@ -9,6 +9,9 @@ import tyro
 from melodi.cli.console import check_at_least, device_named, parse, print_table, use_threads
 
 RunFolder = Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
+Texts = Annotated[
+    tuple[str, ...], tyro.conf.arg(metavar="STR [STR ...]", help_behavior_hint="(default: none)")
+]
 
 
 @dataclass
@@ -29,6 +32,10 @@ class EvalArgs:
     """cpu, cuda …; the GPU where there is one when not given."""
     json: bool = False
     """Print one JSON object instead of a table."""
+    tasks: Texts = ()
+    """Instead of a store, tasks of lm-evaluation-harness, by name (extra: eval)."""
+    include: Path | None = None
+    """A folder with tasks of your own, *.yaml."""
 
 
 def eval_(args: list[str]) -> None:
@@ -40,6 +47,11 @@ def eval_(args: list[str]) -> None:
     check_at_least(1, rows=options.rows, max_tokens=options.max_tokens)
     use_threads(options.threads)
     device = device_named(options.device)
+    if options.tasks:
+        from melodi.cli.tasks import eval_tasks
+
+        eval_tasks(options.run, options.tasks, options.include, options.rows, device, options.json)
+        return
     from melodi.evaluation.record import evaluate_run, write_record
     from melodi.files import json_text
     from melodi.run import Run, load

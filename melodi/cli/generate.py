@@ -16,7 +16,7 @@ Texts = Annotated[
 @dataclass
 class GenerateArgs:
     run: Path | None = None
-    """A run folder; the model that ships with melodi when not given."""
+    """A run folder; the model that ships with melodi, laptop-melodi, when not given."""
     memory: Path | None = None
     """Go on from this memory file, written by melodi read."""
     prompt: str | None = None
@@ -44,9 +44,9 @@ class GenerateArgs:
 
 
 def generate(args: list[str]) -> None:
-    """A continuation of a prompt or of a memory file, from a run.
+    """A continuation of a prompt or of a memory file.
 
-    Example: melodi generate --run runs/first --prompt "def read(" --max-tokens 100 --seed 1
+    Example: melodi generate --prompt "It was" --max-tokens 100 --seed 1
     """
     options = parse(GenerateArgs, generate, args)
     check_at_least(1, top_k=options.top_k)
@@ -56,8 +56,9 @@ def generate(args: list[str]) -> None:
     from melodi.run import default_run, load
     from melodi.stream import StreamReader
 
-    model = load(options.run or default_run()).to(device)
     prompt = "\n" if options.prompt is None and options.memory is None else options.prompt
+    check_text(prompt=prompt or "", stop="".join(options.stop))
+    model = load(options.run or default_run()).to(device)
     if prompt is not None and not model.tokenizer.encode(prompt):
         raise ValueError("--prompt is empty: give some text to go on from")
     reader = StreamReader(model)
@@ -81,3 +82,12 @@ def generate(args: list[str]) -> None:
             print(text, end="", flush=True)
     finally:  # an error, too, begins a line of its own
         print()
+
+
+def check_text(**texts: str) -> None:
+    """What a shell gives need not be text, and no tokenizer knows what is not."""
+    for name, text in texts.items():
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise ValueError(f"--{name} holds bytes that are no UTF-8: give it as UTF-8") from None

@@ -25,7 +25,7 @@ class VariedMemoryArgs(MemoryArgs):
 def memory(args: list[str]) -> None:
     """What a preset costs: memory in floats and bytes per document, and parameters.
 
-    Example: melodi memory --preset paper-melodi-s128-l64 --window 256 --long-term-windows 256
+    Example: melodi memory --preset paper-melodi-s128-l64 --window 256
     """
     start, others = parse_known(MemoryArgs, args)
     if start.preset is None:

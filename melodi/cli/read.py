@@ -29,7 +29,7 @@ class ReadArgs:
     """Text files, .jsonl[.gz|.zst] or .parquet (each record is a document), or - for standard
     input. Several documents are read at the same time, each on its own."""
     run: Path | None = None
-    """A run folder; the model that ships with melodi when not given."""
+    """A run folder; the model that ships with melodi, laptop-melodi, when not given."""
     memory: Path | None = None
     """Go on from this memory file, as if the document were the rest of what it was made from."""
     save: Path | None = None
@@ -51,7 +51,7 @@ class ReadArgs:
 def read(args: list[str]) -> None:
     """Documents to nats per token and, if wanted, to a memory file to go on from.
 
-    Example: melodi read book.txt --run runs/first --save book.memory
+    Example: melodi read book.txt --save book.memory
     """
     options = parse(ReadArgs, read, args)
     check_at_least(1, rows=options.rows)
@@ -143,6 +143,12 @@ def bar(documents: "list[Document]") -> Any:
     return progress_bar("reading", sum(p.stat().st_size for p in paths) if known else None)
 
 
+def run_name(options: ReadArgs) -> str:
+    from melodi.run import default_run
+
+    return str(options.run or default_run().name)
+
+
 def print_json(results: "list[TextRead]", options: ReadArgs) -> None:
     from melodi.evaluation.documents import Evaluation
     from melodi.evaluation.texts import figures
@@ -152,7 +158,7 @@ def print_json(results: "list[TextRead]", options: ReadArgs) -> None:
     if len(results) == 1:
         files[0]["windows"] = results[0].windows
     record = {
-        "run": options.run and str(options.run),
+        "run": run_name(options),
         "memory": options.memory and str(options.memory),
         "saved": options.save and str(options.save),
         **figures(sum((result.sums for result in results), Evaluation())),
@@ -174,7 +180,7 @@ def print_results(results: "list[TextRead]", options: ReadArgs) -> None:
             ]
         )
     print_table(
-        f"{options.run}: {len(results)} document{'s' * (len(results) > 1)}",
+        f"{run_name(options)}: {len(results)} document{'s' * (len(results) > 1)}",
         ["", "tokens", "nats/token", "perplexity", "bits/byte"],
         rows,
     )

@@ -8,5 +8,6 @@ except ImportError:
     ) from None
 
 from melodi.hf.modeling import MelodiConfig, MelodiForCausalLM, MemoryCache
+from melodi.hf.pieces import MelodiSentencePiece
 
-__all__ = ["MelodiConfig", "MelodiForCausalLM", "MemoryCache"]
+__all__ = ["MelodiConfig", "MelodiForCausalLM", "MelodiSentencePiece", "MemoryCache"]

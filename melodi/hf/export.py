@@ -2,7 +2,7 @@
 
     config.json, model.safetensors, generation_config.json   as transformers writes them
     tokenizer.json, tokenizer_config.json                     of byte-level and byte vocabularies
-    tokenizer.model                                           a SentencePiece model, as it is
+    tokenizer.model, tokenizer_config.json                    of SentencePiece ones
     README.md                                                 the model card
 
 The folder is whole or absent.
@@ -13,13 +13,20 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from melodi.data.tokenizer import END_OF_DOCUMENT, BPETokenizer, ByteTokenizer, Tokenizer
+from melodi.data.tokenizer import (
+    END_OF_DOCUMENT,
+    BPETokenizer,
+    ByteTokenizer,
+    SentencePieceTokenizer,
+    Tokenizer,
+)
 from melodi.files import read_header, read_json, write_text
 from melodi.hf.modeling import MelodiForCausalLM
+from melodi.hf.pieces import MelodiSentencePiece
 from melodi.model import LanguageModel
-from melodi.run import ENVIRONMENT, Run, load, weights_file
+from melodi.run import ENVIRONMENT, Run, load, run_folder, weights_file
 
 
 def export(run: str | Path, folder: str | Path) -> Path:
@@ -27,6 +34,7 @@ def export(run: str | Path, folder: str | Path) -> Path:
     folder = Path(folder)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"{folder} is already there: choose a new or empty folder")
+    run = run_folder(run)
     core = load(run)
     partial = folder.with_name(f"{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
@@ -47,28 +55,28 @@ def save(core: LanguageModel, folder: Path) -> None:
         for config in (model.config, model.generation_config):
             config.eos_token_id = config.pad_token_id = end
     model.save_pretrained(folder)
-    tokenizer = fast_tokenizer(core.tokenizer)
-    if tokenizer is None:
-        core.tokenizer.save(folder)
-    else:
-        tokenizer.save_pretrained(folder)
+    tokenizer_for(core.tokenizer, folder).save_pretrained(folder)
 
 
-def fast_tokenizer(tokenizer: Tokenizer) -> PreTrainedTokenizerFast | None:
-    """The same ids from transformers; None for SentencePiece, which it would have to convert.
-
-    As in ours no special token is added to a text, and one that is spelt out is read as characters.
-    """
+def tokenizer_for(tokenizer: Tokenizer, folder: Path) -> PreTrainedTokenizerBase:
+    """The same ids from transformers. As in ours no special token is added to a text, and one that
+    is spelt out is read as characters. A SentencePiece model is written into the folder first."""
+    if isinstance(tokenizer, SentencePieceTokenizer):
+        tokenizer.save(folder)
+        return MelodiSentencePiece(str(folder / tokenizer.FILE))
     if isinstance(tokenizer, ByteTokenizer):
-        definition = byte_definition()
-    elif isinstance(tokenizer, BPETokenizer):
-        definition = json.loads(tokenizer.definition)
-    else:
-        return None
-    definition.update(post_processor=None, truncation=None, padding=None)
+        return fast_tokenizer(byte_definition(), tokenizer.end_of_document)
+    assert isinstance(tokenizer, BPETokenizer)
+    return fast_tokenizer(json.loads(tokenizer.definition), tokenizer.end_of_document)
+
+
+def fast_tokenizer(
+    definition: dict[str, Any], end_of_document: int | None
+) -> PreTrainedTokenizerFast:
     from tokenizers import Tokenizer as Engine
 
-    end = END_OF_DOCUMENT if tokenizer.end_of_document is not None else None
+    definition.update(post_processor=None, truncation=None, padding=None)
+    end = END_OF_DOCUMENT if end_of_document is not None else None
     return PreTrainedTokenizerFast(
         tokenizer_object=Engine.from_str(json.dumps(definition)),
         eos_token=end,
@@ -159,9 +167,6 @@ tokenizer = AutoTokenizer.from_pretrained(".")
 inputs = tokenizer("It was", return_tensors="pt")
 print(tokenizer.decode(model.generate(**inputs, max_new_tokens=50)[0]))
 ```
-
-A folder with a `tokenizer.model` is a SentencePiece one: its tokenizer is
-`melodi.data.tokenizer.load_tokenizer(".")`.
 
 ## The run
 
