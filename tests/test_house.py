@@ -44,7 +44,9 @@ SIBLINGS = {
         *["vocabulary", "writer", "prepare", "segments"],
     ],
     "stream": ["sampling", "source", "spoken", "reader"],
-    "evaluation": ["documents", "record", "probes", "texts", "contents", "recall"],
+    "evaluation": [
+        *["tallies", "intervals", "documents", "record", "probes", "texts", "contents", "recall"],
+    ],
     "training": ["distributed", "parameters", "optimizers", "checkpoint", "learner", "trainer"],
     "paper": ["costs", "recipes", "reproduce", "report"],
     "hf": ["modeling", "export"],
