@@ -29,8 +29,8 @@ PACKAGE = Path(melodi.__file__).parent
 ROOT = PACKAGE.parent
 ORDER = [
     *["files", "sharded", "config", "layers", "memory_file", "memory", "boundary", "reading"],
-    *["model", "data", "run", "stream", "evaluation", "training", "paper", "meliad", "hf"],
-    *["bench", "cli"],
+    *["model", "data", "run", "stream", "evaluation", "training", "meliad", "hf", "bench"],
+    *["paper", "cli"],
 ]
 """Each name imports only from names before it; docs/architecture.md tells the same story."""
 SIBLINGS = {
@@ -48,7 +48,11 @@ SIBLINGS = {
         *["tallies", "intervals", "documents", "record", "probes", "texts", "contents", "recall"],
     ],
     "training": ["distributed", "parameters", "optimizers", "checkpoint", "learner", "trainer"],
-    "paper": ["costs", "recipes", "reproduce", "report"],
+    "paper": [
+        *["costs", "shapes", "scales", "numbers", "recipe", "comparisons", "ablations", "recipes"],
+        *["plan", "estimate", "reproduce", "results", "verdicts", "figures", "pages", "report"],
+        "plots",
+    ],
     "hf": ["modeling", "export"],
     "bench": [
         *["sizes", "operations", "measure", "machine", "subjects", "full_attention"],
@@ -56,7 +60,7 @@ SIBLINGS = {
     ],
     "cli": [
         *["console", "prepare", "train", "evaluate", "read", "generate", "inspect", "memory"],
-        *["export", "bench"],
+        *["export", "bench", "reproduce", "report"],
     ],
 }
 """The same inside each folder. A file that is not listed may stand anywhere, but in no circle."""
@@ -149,7 +153,7 @@ def test_public_names_stay() -> None:
     fields += "recurrent_states memory_slots top_k dropout"
     assert set(fields.split()) <= {field.name for field in dataclasses.fields(melodi.ModelConfig)}
     commands = {"prepare", "train", "eval", "read", "generate", "inspect", "report", "memory"}
-    assert commands | {"export", "bench"} <= set(COMMANDS)
+    assert commands | {"export", "bench", "reproduce"} <= set(COMMANDS)
 
 
 def test_unknown_names_are_refused() -> None:

@@ -212,8 +212,8 @@ class Page(HTMLParser):
 
 
 def test_the_page_needs_no_other_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """report.html holds its pictures; report.md has them beside it; both have every row and claim,
-    and come from `melodi report DIR` again and again."""
+    """report.html holds its pictures; the Markdown has them beside it; both have every row and
+    claim, and come from `melodi report DIR`."""
     pytest.importorskip("matplotlib")
     folder = make_recipe(tmp_path, "window-size", lambda label, _: 0.01 * len(label), seeds=2)
     paths = [f"{folder}/report.html", f"{folder}/report.md"]

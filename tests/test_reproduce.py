@@ -25,6 +25,7 @@ from melodi.paper.recipe import EQUAL, Row
 from melodi.paper.recipes import RECIPES
 from melodi.paper.scales import LAPTOP, PAPER, SCALES, Scale, parameters, spread
 from melodi.training.learner import Learner
+from melodi.training.trainer import Trainer
 
 TINY = replace(
     LAPTOP,
@@ -80,6 +81,14 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def command(name: str, store: TokenStore, out: Path, more: str = "") -> str:
     flags = f"--scale tiny --data '{store.path}' --out '{out}' --threads 1 --device cpu"
     return f"reproduce {name} {flags} {more}"
+
+
+def last_line(capsys: pytest.CaptureFixture[str], command: str) -> str:
+    """What a command that has trained something ends with, when something else went wrong."""
+    with pytest.raises(SystemExit) as end:
+        main(shlex.split(command))
+    assert end.value.code == 2
+    return capsys.readouterr().err.splitlines()[-1]
 
 
 def planned_at(name: str, scale: Scale) -> list[Planned]:
@@ -377,10 +386,32 @@ def test_a_run_of_another_process_is_left_to_it(
     folder.mkdir(parents=True)
     rows = "--rows 'ST, branching' 'ST+LT, branching'"
     with locked(folder):
-        text = printed(capsys, command("branching", store, tmp_path, rows))
-    assert "ST, branching, seed 1: another process is working on it" in text
-    assert "1 runs are left to other processes" in text
+        line = last_line(capsys, command("branching", store, tmp_path, rows))
+    assert "without 1 runs: branching 1/2: ST, branching, seed 1: another process is" in line
     assert (folder.parent / "st-lt-branching-seed1" / "eval-test.json").exists()
+
+
+@pytest.mark.usefixtures("_no_pictures")
+def test_a_run_that_fails_does_not_stop_the_others(
+    store: TokenStore,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A training that diverges is told at the end, and the other rows are there."""
+    check_skips = Trainer._check_skips
+
+    def diverges(self: Trainer, figures: dict[str, float]) -> None:
+        if "no-branching" in str(self.run.folder):
+            raise ValueError("5 steps in a row had a loss that is not finite")
+        check_skips(self, figures)
+
+    monkeypatch.setattr(Trainer, "_check_skips", diverges)
+    rows = "--rows 'ST, no branching' 'ST, branching'"
+    line = last_line(capsys, command("branching", store, tmp_path, rows))
+    assert "ST, no branching, seed 1: 5 steps in a row had a loss that is not finite" in line
+    page = (tmp_path / "branching" / "report.md").read_text()
+    assert "1 of 4 rows evaluated" in page
 
 
 @pytest.mark.usefixtures("_no_pictures")

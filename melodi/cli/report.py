@@ -18,7 +18,7 @@ class ReportArgs:
 def report(args: list[str]) -> None:
     """Run folder to plots, recipe folder to a page: ours beside the paper's (extra: plot).
 
-    A run gets report.png; a recipe, finished or not, report.html and report.md.
+    A run gets report.png; a recipe, finished or not, report.html and the same as Markdown.
 
     Example: melodi report runs/first results
     """

@@ -26,7 +26,7 @@ class ReproduceArgs:
     """The token store, whose vocabulary all models get; of a run that is repeated its own when not
     given."""
     out: Path = Path("results")
-    """The runs are OUT/NAME/ROW-seedK, the report is OUT/NAME/report.html and report.md."""
+    """The runs are OUT/NAME/ROW-seedK, the report is OUT/NAME/report.html and its Markdown."""
     seeds: int = 1
     """Seeds 1 to N of every row."""
     tokens: int | None = None
@@ -113,7 +113,7 @@ def run_recipe(options: ReproduceArgs, settings: "Settings", store: "TokenStore 
         for path in write_report(options.out / settings.recipe):
             print(path)
     if left:
-        print(f"{len(left)} runs are left to other processes: the report is without them")
+        raise ValueError(f"the report is without {len(left)} runs: {'; '.join(left)}")
 
 
 def repeat_run(options: ReproduceArgs) -> None:

@@ -1,7 +1,7 @@
 """The report of a recipe: ours beside the paper's, what holds of what it claims, and the figures.
 
-DIR/NAME/report.html needs no other file; report.md has its pictures beside it. Every figure comes
-from a run folder that is there: a row that has not been run has a dash.
+DIR/NAME/report.html needs no other file; the Markdown has its pictures beside it. Every number
+comes from a run folder that is there: a row that has not been run has a dash.
 """
 
 import dataclasses
@@ -128,6 +128,7 @@ def cost_cells(row: RowResult) -> list[str]:
 
 def table_notes(results: Results) -> str:
     return (
+        "Rows are named by the paper's sizes; the last table has those of this scale. "
         "Ours: perplexity, the nats of each document averaged over seeds; interval: bootstrap over "
         f"documents. Δ nats: nats per token less those of {results.recipe.reference}, paired over "
         "documents; below zero is better. Without memory: memory dropped at every window. Time: "

@@ -29,8 +29,10 @@ def reproduce(
     group: Processes,
     labels: Sequence[str] = (),
     say: Say = print,
-) -> list[Planned]:
-    """Makes every run of the rows with these labels, or of all. Gives those left to others."""
+) -> list[str]:
+    """Makes every run of the rows with these labels, or of all. Gives what was not made, and why:
+    a run that another process works on, or whose training failed, does not stop the others."""
+    say = say if group.first else (lambda line: None)
     planned = plan(settings, out, labels)
     # All are looked at before the first is trained, those of other rows too.
     for one in [*planned, *plan(settings, out)]:
@@ -38,18 +40,22 @@ def reproduce(
     if group.first:
         note(settings, out / settings.recipe)
     group.barrier()
-    left = []
+    left: list[str] = []
     for number, one in enumerate(planned, 1):
         title = f"{settings.recipe} {number}/{len(planned)}: {one.row.label}, seed {one.seed}"
         if group.any(group.first and is_busy(one.folder)):
-            say(f"{title}: another process is working on it")
-            left.append(one)
+            left.append(f"{title}: another process is working on it")
+            say(left[-1])
         elif group.any(group.first and state_of(one, settings) == "done"):
             say(f"{title}: done already")
         else:
             say(f"{title}: {one.folder}")
-            with told_how_to_go_on(title):
-                make(one, settings, store, group)
+            try:
+                with told_how_to_go_on(title):
+                    make(one, settings, store, group)
+            except ValueError as error:
+                left.append(f"{title}: {error}")
+                say(left[-1])
     return left
 
 
