@@ -1,4 +1,4 @@
-"""`melodi eval` and `melodi report`: a run folder to figures and plots."""
+"""`melodi eval`: a run folder to figures."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -83,20 +83,3 @@ def print_evaluation(run: Path, record: dict[str, Any]) -> None:
             ],
         ],
     )
-
-
-@dataclass
-class ReportArgs:
-    run: RunFolder
-    """A run folder."""
-
-
-def report(args: list[str]) -> None:
-    """Run folder to plots: loss, gates, and what the memory is worth (extra: plot).
-
-    Example: melodi report runs/first
-    """
-    options = parse(ReportArgs, report, args)
-    from melodi.paper.report import plot_run
-
-    print(plot_run(options.run))

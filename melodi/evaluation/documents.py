@@ -18,6 +18,7 @@ import torch
 
 from melodi.data.segments import Segment, Walker, num_predictions
 from melodi.data.store import Documents
+from melodi.evaluation.tallies import Tally
 from melodi.model import LanguageModel, Scored
 
 Nats = Callable[..., Scored]
@@ -90,12 +91,13 @@ def evaluate(
     nats: Nats | None = None,
     mine: range | None = None,
     progress: Callable[[int], object] | None = None,
+    tallies: Sequence[Tally] = (),
 ) -> Evaluation:
     """Reads the chosen documents (all when not given) once, memory carried through or dropped.
 
     `nats` stands in for `model.nats` where the model is wrapped. Of many processes each reads the
     rows `mine`, all in step, and gets the sums over those, which add up to the sums over all.
-    `progress` hears of tokens read.
+    `progress` hears of tokens read; `tallies` get the nats of every segment.
     """
     nats, mine = nats or model.nats, mine or range(rows)
     device = model.embedding.weight.device
@@ -111,7 +113,10 @@ def evaluate(
                 torch.from_numpy(array).to(device) for array in (segment.tokens, segment.targets)
             )
             nats_RT, state, _ = nats(tokens_RT, targets_RT, state)
-            count(result, nats_RT.double().cpu().numpy(), segment, documents)
+            nats_read = nats_RT.double().cpu().numpy()
+            count(result, nats_read, segment, documents)
+            for tally in tallies:
+                tally(segment, nats_read)
             if progress is not None:
                 progress(int((segment.targets >= 0).sum()))
     model.train(was_training)

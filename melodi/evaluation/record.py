@@ -10,8 +10,9 @@ from typing import Any
 
 from tqdm import tqdm
 
-from melodi.data.store import TokenStore
+from melodi.data.store import Documents, TokenStore
 from melodi.evaluation.documents import Evaluation, choose, evaluate
+from melodi.evaluation.tallies import PerDocument
 from melodi.files import read_header, write_json
 from melodi.model import LanguageModel
 from melodi.run import Run, train_checksum, weights_file
@@ -35,6 +36,7 @@ def evaluate_run(
         raise ValueError(f"the {split} split of {store.path} is empty: choose another")
     tokens = int(sum(documents.lengths[i] for i in chosen))
     results = []
+    each = {kept: PerDocument(len(documents)) for kept in (True, False)}
     for kept in (True, False):
         label = "memory kept" if kept else "memory dropped"
         with tqdm(total=tokens, desc=label, unit="tok", unit_scale=True, disable=None) as bar:
@@ -47,9 +49,30 @@ def evaluate_run(
                     segment_windows=run.configs()[1].segment_windows,
                     with_memory=kept,
                     progress=bar.update,
+                    tallies=[each[kept]],
                 )
             )
-    return {**described(run, store, split, max_tokens), **figures(*results)}
+    return {
+        **described(run, store, split, max_tokens),
+        **figures(*results),
+        "per_document": per_document(documents, chosen, each[True], each[False]),
+    }
+
+
+def per_document(
+    documents: Documents, chosen: list[int], kept: PerDocument, dropped: PerDocument
+) -> list[dict[str, Any]]:
+    """The sums of each document that was read, in the order of the split."""
+    return [
+        {
+            "document": i,
+            "predictions": int(kept.predictions[i]),
+            "bytes": int(documents.num_bytes[i]),
+            "nats": float(kept.nats[i]),
+            "nats_without_memory": float(dropped.nats[i]),
+        }
+        for i in chosen
+    ]
 
 
 def described(run: Run, store: TokenStore, split: str, max_tokens: int | None) -> dict[str, Any]:

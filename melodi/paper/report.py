@@ -1,65 +1,209 @@
-"""Run folders to plots: what was learned, and what the memory does."""
+"""The report of a recipe: ours beside the paper's, what holds of what it claims, and the figures.
 
+DIR/NAME/report.html needs no other file; the Markdown has its pictures beside it. Every number
+comes from a run folder that is there: a row that has not been run has a dash.
+"""
+
+import dataclasses
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from melodi.files import read_json
-from melodi.run import Run
+from melodi.evaluation.intervals import Interval
+from melodi.files import write_text
+from melodi.paper.figures import draw_figure, draw_losses
+from melodi.paper.pages import Block, Heading, Paragraph, Picture, Table, to_html, to_markdown
+from melodi.paper.recipe import EQUAL
+from melodi.paper.results import Result, Results, RowResult, gather
+from melodi.paper.scales import parameters
+from melodi.paper.verdicts import Verdict, judge_all
+from melodi.training.reporting import duration
+
+NOTHING = "–"
 
 
-def plot_run(folder: str | Path) -> Path:
-    """Loss, gates, and loss by position with and without memory, as RUN/report.png."""
-    try:
-        import matplotlib
-    except ImportError:
-        raise ValueError("plots need matplotlib: pip install matplotlib") from None
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    run = Run(folder)
-    metrics = run.read_metrics()
-    figure, (loss, gates, position) = pyplot.subplots(1, 3, figsize=(15, 4.2), layout="constrained")
-    plot_loss(loss, metrics)
-    plot_gates(gates, metrics)
-    plot_positions(position, run.folder)
-    figure.suptitle(str(run.folder), parse_math=False)
-    path = run.folder / "report.png"
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
-    return path
+def write_report(folder: Path) -> list[Path]:
+    """The report of what is in a recipe folder, finished or not."""
+    results = gather(folder)
+    blocks = report_blocks(results, folder)
+    pages = {"report.html": to_html, "report.md": to_markdown}
+    for name, render in pages.items():
+        write_text(folder / name, render(results.recipe.title, blocks))
+    return [folder / name for name in pages]
 
 
-def plot_loss(axes: Any, metrics: list[dict[str, Any]]) -> None:
-    for key, label, style in (("loss", "training", "-"), ("validation_loss", "validation", "o-")):
-        points = [(record["step"], record[key]) for record in metrics if key in record]
-        if points:
-            axes.plot(*zip(*points, strict=True), style, label=label, markersize=4)
-    axes.set(xlabel="step", ylabel="nats per token", title="Loss")
-    axes.legend()
+def report_blocks(results: Results, folder: Path) -> list[Block]:
+    verdicts = judge_all(results)
+    figure, losses = folder / "figure.png", folder / "losses.png"
+    blocks: list[Block] = [Paragraph(introduction(results)), main_table(results)]
+    blocks += [Paragraph(line) for line in (table_notes(results), *results.recipe.remarks)]
+    if draw_figure(results, figure):
+        bars = f"Bars: 95 % interval of the paired difference to {results.recipe.reference}."
+        blocks += [Heading("Figure"), Picture(figure, f"{results.recipe.title}. {bars}")]
+    if verdicts:
+        blocks += [Heading("What the paper claims"), Paragraph(summary(verdicts))]
+        blocks.append(claims_table(verdicts))
+        blocks.append(Paragraph(claims_notes()))
+    if draw_losses(results, losses):
+        blocks += [Heading("Loss"), Picture(losses, "Loss of every run, without its first fifth.")]
+    blocks += [Heading("Runs"), runs_table(results, folder)]
+    again = f"melodi reproduce {results.recipe.name}/ROW-seedK --out AGAIN"
+    blocks.append(Paragraph(f"`{again}` trains a run once more, and compares."))
+    blocks += [Heading("How the rows differ"), differences_table(results)]
+    return blocks
 
 
-def plot_gates(axes: Any, metrics: list[dict[str, Any]]) -> None:
-    names = sorted({key for record in metrics for key in record if key.startswith("gate/")})
-    for name in names:
-        points = [(record["step"], record[name]) for record in metrics if name in record]
-        axes.plot(*zip(*points, strict=True), label=f"layer {name.partition('/')[2]}")
-    axes.set(xlabel="step", ylabel="α, mean over heads", title="Share of long-term memory")
-    if names:
-        axes.legend()
-
-
-def plot_positions(axes: Any, folder: Path) -> None:
-    """Loss by position in the document, from the newest evaluation."""
-    found = sorted(folder.glob("eval-*.json"), key=lambda path: path.stat().st_mtime)
-    axes.set(
-        xlabel="position in the document", ylabel="nats per token", title="What memory is worth"
+def introduction(results: Results) -> str:
+    settings, done = results.settings, results.evaluated
+    store = Path(settings.store).name if settings.store else NOTHING
+    text = f"Scale {settings.scale.name}, store {store} (vocabulary {settings.vocab_size:,}), "
+    text += f"{len(done)} of {len(results.rows)} rows evaluated"
+    if not done:
+        return f"{text}."
+    documents = done[0].documents
+    predictions = sum(count for _, count in documents)
+    return (
+        f"{text} on {len(documents)} {settings.split} documents with {predictions:,} predictions."
     )
-    if not found:
-        return
-    result = read_json(found[-1])
-    for key, label in (("by_position", "memory kept"), ("by_position_without_memory", "dropped")):
-        points = [(bucket["first"], bucket["nats"]) for bucket in result.get(key, ())]
-        if points:
-            axes.plot(*zip(*points, strict=True), "o-", label=label, markersize=4)
-    axes.set_xscale("log", base=2)
-    axes.legend()
+
+
+def main_table(results: Results) -> Table:
+    columns = [f"paper: {name}" for name in results.recipe.columns] or ["paper"]
+    ours = ["ours", "95 %", "bits per byte", "without memory", "Δ nats", "95 %"]
+    costs = ["parameters", "memory floats", "tokens", "time", "seeds"]
+    rows = [
+        [row.row.label, *paper_cells(row, results), *our_cells(row, results), *cost_cells(row)]
+        for row in results.rows
+    ]
+    return Table(["row", *columns, *ours, *costs], rows)
+
+
+def paper_cells(row: RowResult, results: Results) -> list[str]:
+    values = [row.row.paper.get(name) for name in results.recipe.columns] or [None]
+    return [f"{v:.2f}" if isinstance(v, float) else v or NOTHING for v in values]
+
+
+def our_cells(row: RowResult, results: Results) -> list[str]:
+    if not row.evaluated:
+        return [progress(row), *[NOTHING] * 5]
+    reference = results[results.recipe.reference]
+    difference = [NOTHING, NOTHING]
+    if reference.evaluated and row is not reference:
+        found = results.difference(row, reference)
+        difference = [f"{found.value:+.4f}", ends(found, "+.4f")]
+    return [
+        f"{row.perplexity.value:.3f}",
+        ends(row.perplexity, ".2f"),
+        f"{row.mean('bits_per_byte'):.4f}",
+        f"{row.mean('perplexity_without_memory'):.3f}",
+        *difference,
+    ]
+
+
+def ends(interval: Interval, form: str) -> str:
+    if interval.low is None or interval.high is None:
+        return NOTHING
+    return f"{interval.low:{form}} to {interval.high:{form}}"
+
+
+def progress(row: RowResult) -> str:
+    """What is known of a row that has no figure yet."""
+    if not row.runs:
+        return NOTHING
+    run = row.runs[0]
+    return f"step {run.step} of {run.planned.train.steps}"
+
+
+def cost_cells(row: RowResult) -> list[str]:
+    done = row.evaluated
+    seconds = sum(run.seconds for run in done) / max(len(done), 1)
+    return [
+        f"{parameters(row.model):,}",
+        f"{row.floats:,}",
+        f"{row.tokens:,}",
+        duration(seconds) if done else NOTHING,
+        str(len(done)) if done else NOTHING,
+    ]
+
+
+def table_notes(results: Results) -> str:
+    return (
+        "Rows are named by the paper's sizes; the last table has those of this scale. "
+        "Ours: perplexity, the nats of each document averaged over seeds; interval: bootstrap over "
+        f"documents. Δ nats: nats per token less those of {results.recipe.reference}, paired over "
+        "documents; below zero is better. Without memory: memory dropped at every window. Time: "
+        "training steps of one run. The paper's numbers are of other corpora, sizes and "
+        "vocabularies: only orderings can be compared."
+    )
+
+
+def summary(verdicts: list[Verdict]) -> str:
+    words = {
+        "✓": "hold",
+        "✗": "do not hold",
+        "undecided": "are undecided",
+        "not run": "have not been run",
+    }
+    marks = [verdict.mark for verdict in verdicts]
+    parts = [f"{marks.count(mark)} {word}" for mark, word in words.items() if mark in marks]
+    return f"Of {len(verdicts)} claims {', '.join(parts)}."
+
+
+def claims_table(verdicts: list[Verdict]) -> Table:
+    rows = []
+    for verdict in verdicts:
+        found, seeds = verdict.difference, str(verdict.seeds) if verdict.seeds else NOTHING
+        figures = [f"{found.value:+.4f}", ends(found, "+.4f")] if found else [NOTHING, NOTHING]
+        why = verdict.why or NOTHING
+        claim = verdict.claim
+        rows.append([verdict.mark, claim.words, claim.where, why, *figures, seeds])
+    return Table(["", "claim", "in the paper", "remark", "Δ nats", "95 %", "seeds"], rows, words=4)
+
+
+def claims_notes() -> str:
+    return (
+        "✓ and ✗: the 95 % interval of the paired difference over documents, pooled over seeds, is "
+        "on one side of zero, and no seed says the opposite. It tells what other documents would "
+        "say of these runs; what other seeds would say is known only as far as there are several. "
+        f"“As good as” is ✓ within {EQUAL} nats, about {EQUAL:.0%} of perplexity."
+    )
+
+
+def runs_table(results: Results, folder: Path) -> Table:
+    rows = [run_cells(run, folder) for row in results.rows for run in row.runs]
+    columns = ["row", "seed", "perplexity", "step", "tokens", "time", "commit", "folder"]
+    return Table(columns, rows)
+
+
+def run_cells(run: Result, folder: Path) -> list[str]:
+    planned, commit = run.planned, run.environment.get("commit") or NOTHING
+    dirty = "+" if commit.endswith("+") else ""
+    return [
+        planned.row.label,
+        str(planned.seed),
+        f"{run.record['perplexity']:.4f}" if run.record else NOTHING,
+        f"{run.step} of {planned.train.steps}",
+        f"{planned.tokens * run.step // planned.train.steps:,}",
+        duration(run.seconds),
+        commit[:9] + dirty if commit != NOTHING else commit,
+        str(planned.folder.relative_to(folder.parent)),
+    ]
+
+
+def differences_table(results: Results) -> Table:
+    """The fields of the configs, and of what a step reads, in which rows differ."""
+    configs = [{**dataclasses.asdict(row.model), **row.steps} for row in results.rows]
+    names = [name for name in configs[0] if len({str(config[name]) for config in configs}) > 1]
+    rows = [
+        [row.row.label, *[shown(config[name]) for name in names]]
+        for row, config in zip(results.rows, configs, strict=True)
+    ]
+    return Table(["row", *names], rows)
+
+
+def shown(value: Any) -> str:
+    """A value of a config; of layers, runs of the same kind as one."""
+    if isinstance(value, tuple | list):
+        parts = [(kind, len(list(same))) for kind, same in groupby(value)]
+        return ", ".join(f"{count} × {kind}" if count > 1 else str(kind) for kind, count in parts)
+    return str(value)

@@ -1,0 +1,39 @@
+"""`melodi report`: what is in run folders and recipe folders, as tables and plots."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from melodi.cli.console import parse
+
+
+@dataclass
+class ReportArgs:
+    folders: Annotated[tyro.conf.Positional[tuple[Path, ...]], tyro.conf.arg(metavar="DIR")]
+    """Run folders, recipe folders, or folders of recipes."""
+
+
+def report(args: list[str]) -> None:
+    """Run folder to plots, recipe folder to a page: ours beside the paper's (extra: plot).
+
+    A run gets report.png; a recipe, finished or not, report.html and the same as Markdown.
+
+    Example: melodi report runs/first results
+    """
+    options = parse(ReportArgs, report, args)
+    if not options.folders:
+        raise ValueError("no folder was given: melodi report DIR")
+    from melodi.paper.plan import RECIPE
+    from melodi.paper.plots import plot_run
+    from melodi.paper.report import write_report
+
+    for folder in options.folders:
+        recipes = [folder / RECIPE, *sorted(folder.glob(f"*/{RECIPE}"))]
+        found = [path.parent for path in recipes if path.exists()]
+        for recipe in found:
+            for path in write_report(recipe):
+                print(path)
+        if not found:
+            print(plot_run(folder))

@@ -1,0 +1,178 @@
+"""`melodi reproduce`: a table or figure of the paper, as a plan or as runs and a report."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import tyro
+
+from melodi.cli.console import check_at_least, device_named, parse, print_table, use_threads
+
+if TYPE_CHECKING:
+    from melodi.data.store import TokenStore
+    from melodi.paper.estimate import Estimate
+    from melodi.paper.plan import Settings
+
+
+@dataclass
+class ReproduceArgs:
+    name: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="NAME")]
+    """baselines, longer-windows, memory-size, coverage, window-size, short-term-layers,
+    long-term-layers, branching, copy, long-term-position or systems; or the folder of a run, which
+    is then trained once more, in --out, and compared."""
+    scale: str = "laptop"
+    """laptop: small models with the paper's ratios. paper: its own sizes, tokens and recipe."""
+    data: Path | None = None
+    """The token store, whose vocabulary all models get; of a run that is repeated its own when not
+    given."""
+    out: Path = Path("results")
+    """The runs are OUT/NAME/ROW-seedK, the report is OUT/NAME/report.html and its Markdown."""
+    seeds: int = 1
+    """Seeds 1 to N of every row."""
+    tokens: int | None = None
+    """Training tokens of a run; the scale's when not given."""
+    split: Literal["validation", "test"] = "test"
+    """The documents of the report."""
+    eval_tokens: int | None = None
+    """Evaluate on whole documents that hold about this many tokens; on all when not given."""
+    rows: tuple[str, ...] = ()
+    """Labels of the rows to run; all when not given."""
+    list: bool = False
+    """Show the plan and its cost, and run nothing."""
+    json: bool = False
+    """With --list: print a JSON list instead of a table."""
+    threads: int | None = None
+    """CPU threads; torch's own choice when not given."""
+    device: str | None = None
+    """cpu, cuda …; the GPU where there is one when not given."""
+
+
+def reproduce(args: list[str]) -> None:
+    """A table or figure of the paper: ours beside the paper's numbers.
+
+    What is done is skipped, what was interrupted goes on.
+
+    Example: melodi reproduce baselines --data store --out results --seeds 2
+    Example: melodi reproduce baselines --data store --list
+    """
+    options = parse(ReproduceArgs, reproduce, args)
+    check_at_least(1, seeds=options.seeds, tokens=options.tokens, eval_tokens=options.eval_tokens)
+    if options.json and not options.list:
+        raise ValueError("--json is for the plan: add --list")
+    if options.device is not None:
+        device_named(options.device)
+    from melodi.paper.recipes import RECIPES
+    from melodi.run import Run
+
+    if options.name not in RECIPES and Run(options.name).exists:
+        repeat_run(options)
+        return
+    use_threads(options.threads)
+    settings, store = settings_of(options)
+    if options.list:
+        show_plan(options, settings, store)
+    else:
+        run_recipe(options, settings, store)
+
+
+def settings_of(options: ReproduceArgs) -> "tuple[Settings, TokenStore | None]":
+    from melodi.data.store import TokenStore
+    from melodi.paper.plan import settings_for
+    from melodi.paper.recipes import recipe_named
+    from melodi.paper.scales import SCALES
+
+    recipe_named(options.name)
+    if options.scale not in SCALES:
+        raise ValueError(f"--scale {options.scale} is unknown: choose one of {', '.join(SCALES)}")
+    store = None if options.data is None else TokenStore.open(options.data)
+    settings = settings_for(
+        options.name,
+        SCALES[options.scale],
+        store,
+        tokens=options.tokens,
+        seeds=options.seeds,
+        split=options.split,
+        eval_tokens=options.eval_tokens,
+    )
+    return settings, store
+
+
+def run_recipe(options: ReproduceArgs, settings: "Settings", store: "TokenStore | None") -> None:
+    from melodi.paper.report import write_report
+    from melodi.paper.reproduce import reproduce as reproduce_recipe
+    from melodi.training.distributed import processes
+
+    if store is None:
+        raise ValueError("--data is missing: make a store with melodi prepare --out STORE")
+    if not len(store.split(settings.split)):
+        raise ValueError(f"store {store.path} has no {settings.split} documents: choose --split")
+    with processes(options.device) as group:
+        left = reproduce_recipe(settings, store, options.out, group, options.rows)
+        if not group.first:
+            return
+        for path in write_report(options.out / settings.recipe):
+            print(path)
+    if left:
+        raise ValueError(f"the report is without {len(left)} runs: {'; '.join(left)}")
+
+
+def repeat_run(options: ReproduceArgs) -> None:
+    """With as many threads as the run had, which decide how sums are rounded."""
+    from melodi.files import read_json
+    from melodi.paper.reproduce import repeat
+    from melodi.run import ENVIRONMENT, Run
+    from melodi.training.distributed import processes
+
+    run = Run(options.name)
+    environment = run.folder / ENVIRONMENT
+    threads = read_json(environment).get("cpu_threads") if environment.exists() else None
+    use_threads(options.threads or threads)
+    store = run.open_store(options.data)
+    with processes(options.device) as group:
+        for name, before, now in repeat(run.folder, options.out, store, group):
+            same = "the same" if now == before else f"differs by {now - before:+.3g}"
+            print(f"{name}: perplexity {before} in {run.folder}, {now} in {options.out}: {same}")
+
+
+def show_plan(options: ReproduceArgs, settings: "Settings", store: "TokenStore | None") -> None:
+    from melodi.files import json_text
+    from melodi.paper.estimate import calibrate, estimates, measured_speed
+    from melodi.paper.plan import check, plan
+    from melodi.training.distributed import device_of
+
+    planned = plan(settings, options.out, options.rows)
+    for one in planned if store else ():
+        check(one, settings)
+    measured = measured_speed(planned)
+    speed = measured or calibrate(device_of(options.device))
+    costs = estimates(planned, settings, store, speed)
+    if options.json:
+        print(json_text([cost.to_dict() for cost in costs], indent=2))
+        return
+    print_plan(settings, costs)
+    source = "runs of this plan" if measured else "a short calibration"
+    print(f"hours at {speed / 1e9:,.1f} GFLOP/s, the speed of {source}: rough")
+
+
+def print_plan(settings: "Settings", costs: "list[Estimate]") -> None:
+    from melodi.paper.recipes import recipe_named
+
+    dicts = [cost.to_dict() for cost in costs]
+    columns = ["row", "seed", "parameters", "floats", "steps", "tokens", "TFLOP", "hours", "state"]
+    rows = [
+        [
+            row["row"],
+            str(row["seed"]),
+            *[f"{row[key]:,}" for key in ("parameters", "floats", "steps", "tokens")],
+            f"{row['flops'] / 1e12:,.3g}",
+            f"{row['hours']:,.3g}",
+            f"step {row['step']}" if row["state"] == "begun" else row["state"],
+        ]
+        for row in dicts
+    ]
+    title = recipe_named(settings.recipe).title
+    print_table(f"{title}; scale {settings.scale.name}", columns, rows)
+    print(
+        f"{len(dicts)} runs, {sum(row['flops'] for row in dicts) / 1e12:,.3g} TFLOP in all, "
+        f"about {sum(row['hours'] for row in dicts):,.3g} hours left"
+    )

@@ -1,0 +1,219 @@
+"""The figures of a recipe: perplexity against its axis, and the loss on the way there.
+
+The colours are those of Okabe and Ito, without yellow, which white hides; markers and line styles
+tell curves apart where colours do not. Bars show the interval of the paired difference to the row
+that all are compared with: the interval of a perplexity alone mostly shows how documents differ.
+"""
+
+import math
+from itertools import cycle, product
+from pathlib import Path
+from typing import Any
+
+from melodi.paper.results import Results, RowResult
+
+COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"]
+MARKERS = ["o", "s", "^", "D", "v", "P", "X", "*"]
+LINES = ["-", "--", ":", "-."]
+LOOKS = [(COLOURS[i % len(COLOURS)], MARKERS[i % len(MARKERS)]) for i in range(56)]
+"""A colour and a marker for each system, all different."""
+SKIPPED = 0.2
+"""The first share of a training, in which the loss falls too far to leave room for the rest."""
+
+
+def draw_figure(results: Results, path: Path) -> bool:
+    """False where there is nothing to draw, or nothing to draw with."""
+    pyplot = plotting()
+    if pyplot is None or not results.evaluated:
+        return False
+    panels = 2 if results.recipe.name == "window-size" else 1
+    figure, axes = pyplot.subplots(
+        1, panels, figsize=(8 + 5 * (panels - 1), 5), layout="constrained", squeeze=False
+    )
+    draw_curves(axes[0, 0], results)
+    if panels == 2:
+        draw_increments(axes[0, 1], results)
+    save(pyplot, figure, path)
+    return True
+
+
+def draw_losses(results: Results, path: Path) -> bool:
+    """Training and validation loss of every run that has been begun."""
+    pyplot = plotting()
+    if pyplot is None or not any(run.metrics for row in results.rows for run in row.runs):
+        return False
+    figure, (training, validation) = pyplot.subplots(
+        1, 2, figsize=(13, 5.5), layout="constrained", sharey=True
+    )
+    shown = [row for row in results.rows if any(run.metrics for run in row.runs)]
+    for row, (line, colour) in zip(shown, cycle(product(LINES, COLOURS)), strict=False):
+        for number, run in enumerate(row.runs):
+            label = row.row.label if number == 0 else None
+            for axes, key in ((training, "loss"), (validation, "validation_loss")):
+                points = loss_points(row, run.metrics, run.planned.train.steps, key)
+                if points:
+                    x, y = zip(*points, strict=True)
+                    marker = "." if key == "validation_loss" else ""
+                    axes.plot(x, y, line, color=colour, marker=marker, label=label, linewidth=1.2)
+    for axes, title in ((training, "Training"), (validation, "Validation")):
+        axes.set(xlabel="training tokens, millions", title=title)
+        axes.grid(alpha=0.25)
+    training.set_ylabel("nats per token")
+    handles, labels = training.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside right center", fontsize=9)
+    save(pyplot, figure, path)
+    return True
+
+
+def loss_points(
+    row: RowResult, metrics: list[dict[str, Any]], steps: int, key: str
+) -> list[tuple[float, float]]:
+    """Tokens in millions and nats, without the first steep part unless there is nothing else."""
+    per_step = row.tokens / steps / 1e6
+    points = [(r["step"], r[key]) for r in metrics if r.get(key) is not None]
+    later = [point for point in points if point[0] >= SKIPPED * steps] or points
+    return [(step * per_step, nats) for step, nats in later]
+
+
+def draw_curves(axes: Any, results: Results) -> None:
+    names = [name for name in dict.fromkeys(row.series for row in results.recipe.rows) if name]
+    systems = list(dict.fromkeys(name.partition(", ")[0] for name in names))
+    for number, name in enumerate(names):
+        system, _, variant = name.partition(", ")
+        look = LOOKS[systems.index(system) % len(LOOKS)]
+        shift = 0.12 * (number - (len(names) - 1) / 2) if is_category(results) else 0.0
+        rows = [row for row in results.evaluated if row.row.series in (name, "")]
+        rows = [row for row in rows if position(row, results) is not None]
+        rows.sort(key=lambda row: position(row, results) or 0.0)
+        if any(row.row.series == name for row in rows):
+            draw_curve(axes, results, rows, name, look, bool(variant), shift)
+    for row in results.evaluated:
+        if row.row.x is None and not row.floats:
+            draw_floor(axes, row)
+    finish(axes, results)
+
+
+def draw_curve(
+    axes: Any,
+    results: Results,
+    rows: list[RowResult],
+    name: str,
+    look: tuple[str, str],
+    hollow: bool,
+    shift: float,
+) -> None:
+    """hollow: a variant of the system that has the same colour and marker."""
+    colour, marker = look
+    joined = len(rows) > 1 and not is_category(results)
+    x = [(position(row, results) or 0.0) + shift for row in rows]
+    y = [row.perplexity.value for row in rows]
+    lower, upper = zip(*[around(row, results) for row in rows], strict=True)
+    axes.errorbar(
+        x,
+        y,
+        (lower, upper),
+        color=colour,
+        marker=marker,
+        linestyle=("--" if hollow else "-") if joined else "",
+        markerfacecolor="white" if hollow else colour,
+        markersize=7,
+        capsize=3,
+        label=name,
+    )
+    for row, at, value in zip(rows, x, y, strict=True):
+        place = dict(textcoords="offset points", xytext=(6, -12 if hollow else 6), fontsize=8)
+        axes.annotate(row.row.note, (at, value), **place)
+
+
+def draw_floor(axes: Any, row: RowResult) -> None:
+    """A row without memory has no place on an axis of memory: a line."""
+    value = row.perplexity.value
+    axes.axhline(value, color="#555555", linestyle=":", linewidth=1.5)
+    place = dict(xycoords=("axes fraction", "data"), ha="right", va="bottom", fontsize=9)
+    axes.annotate(row.row.label, (0.99, value), **place)
+
+
+def is_category(results: Results) -> bool:
+    return results.recipe.axis_scale == "category"
+
+
+def position(row: RowResult, results: Results) -> float | None:
+    """Where on the axis; None for a row without memory on an axis of memory, which is a line."""
+    x = row.row.x
+    if isinstance(x, str):
+        return float(categories(results).index(x))
+    return (row.floats or None) if x is None else x
+
+
+def categories(results: Results) -> list[str]:
+    return list(dict.fromkeys(str(row.x) for row in results.recipe.rows))
+
+
+def around(row: RowResult, results: Results) -> tuple[float, float]:
+    """How far the bar of a row reaches below and above its perplexity."""
+    reference = results[results.recipe.reference]
+    if not reference.evaluated or row is reference:
+        return 0.0, 0.0
+    low, value, high = results.difference(row, reference)
+    if low is None or high is None:
+        return 0.0, 0.0
+    here = row.perplexity.value
+    return here * (1 - math.exp(low - value)), here * (math.exp(high - value) - 1)
+
+
+def finish(axes: Any, results: Results) -> None:
+    from matplotlib import ticker
+
+    recipe = results.recipe
+    axes.set(xlabel=recipe.axis, ylabel=f"perplexity, {results.settings.split} documents")
+    if recipe.axis_scale in ("log", "log2"):
+        axes.set_xscale("log", base=2 if recipe.axis_scale == "log2" else 10)
+    if recipe.axis_scale == "log":
+        axes.xaxis.set_major_locator(ticker.LogLocator(10, (1, 2, 5)))
+        axes.xaxis.set_major_formatter(ticker.EngFormatter(sep=""))
+        axes.minorticks_off()
+    given = sorted({row.x for row in recipe.rows if isinstance(row.x, int | float)})
+    if recipe.axis_scale == "category":
+        names = categories(results)
+        axes.set_xticks(range(len(names)), names)
+        axes.set_xlim(-0.5, len(names) - 0.5)
+    elif given:
+        axes.set_xticks(given, [f"{x:g}" for x in given])
+        axes.minorticks_off()
+    axes.grid(alpha=0.25)
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(fontsize=9)
+
+
+def draw_increments(axes: Any, results: Results) -> None:
+    """Figure 6, right: what a window of a half and of a quarter costs."""
+    names = dict.fromkeys(row.series for row in results.recipe.rows)
+    for name, (colour, marker) in zip(names, LOOKS, strict=False):
+        found = {
+            row.row.x: row.perplexity.value for row in results.evaluated if row.row.series == name
+        }
+        if {512, 256, 128} <= found.keys():
+            point = (found[256] - found[512], found[128] - found[512])
+            axes.plot(*point, marker, color=colour, label=name, markersize=8)
+    axes.set(xlabel="perplexity more at window 256", ylabel="perplexity more at window 128")
+    axes.grid(alpha=0.25)
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(fontsize=9)
+
+
+def plotting() -> Any | None:
+    """pyplot, if it is there."""
+    try:
+        import matplotlib
+    except ImportError:
+        return None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot
+
+
+def save(pyplot: Any, figure: Any, path: Path) -> None:
+    # Without the date and version, so that the same runs give the same file.
+    figure.savefig(path, dpi=120, metadata={"Software": None})
+    pyplot.close(figure)

@@ -1,0 +1,136 @@
+"""A recipe from its first run to its last: what is done is skipped, what was interrupted goes on.
+
+Each run is trained by the trainer of `melodi train` and evaluated as `melodi eval` does it. Several
+processes may work on one recipe: a run that another works on is left to it.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from melodi.config.training import Execution
+from melodi.data.store import TokenStore
+from melodi.evaluation.record import evaluate_run, write_record
+from melodi.files import locked, read_json
+from melodi.paper.plan import RECIPE, Planned, Settings, check, plan, state_of
+from melodi.run import Run, load
+from melodi.training.distributed import Processes
+from melodi.training.trainer import train
+
+Say = Callable[[str], object]
+
+
+def reproduce(
+    settings: Settings,
+    store: TokenStore,
+    out: Path,
+    group: Processes,
+    labels: Sequence[str] = (),
+    say: Say = print,
+) -> list[str]:
+    """Makes every run of the rows with these labels, or of all. Gives what was not made, and why:
+    a run that another process works on, or whose training failed, does not stop the others."""
+    say = say if group.first else (lambda line: None)
+    planned = plan(settings, out, labels)
+    # All are looked at before the first is trained, those of other rows too.
+    for one in [*planned, *plan(settings, out)]:
+        check(one, settings)
+    if group.first:
+        note(settings, out / settings.recipe)
+    group.barrier()
+    left: list[str] = []
+    for number, one in enumerate(planned, 1):
+        title = f"{settings.recipe} {number}/{len(planned)}: {one.row.label}, seed {one.seed}"
+        if group.any(group.first and is_busy(one.folder)):
+            left.append(f"{title}: another process is working on it")
+            say(left[-1])
+        elif group.any(group.first and state_of(one, settings) == "done"):
+            say(f"{title}: done already")
+        else:
+            say(f"{title}: {one.folder}")
+            try:
+                with told_how_to_go_on(title):
+                    make(one, settings, store, group)
+            except ValueError as error:
+                left.append(f"{title}: {error}")
+                say(left[-1])
+    return left
+
+
+def note(settings: Settings, folder: Path) -> None:
+    """Says what the runs have in common; seeds of an earlier command stay in the report."""
+    before = Settings.read(folder).seeds if (folder / RECIPE).exists() else 0
+    replace(settings, seeds=max(settings.seeds, before)).write(folder)
+
+
+def make(planned: Planned, settings: Settings, store: TokenStore, group: Processes) -> None:
+    """Trains a run as far as it is not trained, then evaluates it."""
+    if not group.any(group.first and state_of(planned, settings) == "trained"):
+        train(
+            planned.folder,
+            store,
+            planned.model,
+            planned.train,
+            Execution(),
+            group,
+            resume=planned.run.exists,
+        )
+    if group.first:
+        evaluate_folder(planned.run, store, settings.split, settings.eval_tokens, group)
+    group.barrier()
+
+
+def evaluate_folder(
+    run: Run, store: TokenStore, split: str, max_tokens: int | None, group: Processes
+) -> dict[str, Any]:
+    """The record of a trained run, which is also written into its folder."""
+    store.verify(split)
+    with locked(run.folder):
+        model = load(run.folder).to(group.device)
+        record = evaluate_run(model, run, store, split, max_tokens=max_tokens)
+        write_record(run, record)
+    return record
+
+
+def repeat(
+    folder: Path, out: Path, store: TokenStore, group: Processes
+) -> list[tuple[str, float, float]]:
+    """Trains the run of a folder once more, in another one, and evaluates it on the same
+    documents: file name, perplexity then and perplexity now of every record."""
+    run, again = Run(folder), Run(out)
+    records = {path.name: read_json(path) for path in sorted(folder.glob("*eval-*.json"))}
+    if not records:
+        raise ValueError(f"{folder} has no evaluation to compare with: melodi eval {folder}")
+    model, config, _ = run.configs()
+    pairs = []
+    with told_how_to_go_on(str(out)):
+        train(out, store, model, config, Execution(), group, resume=again.exists)
+        for name, record in records.items() if group.first else ():
+            now = evaluate_folder(again, store, record["split"], record["max_tokens"], group)
+            pairs.append((name, record["perplexity"], now["perplexity"]))
+        group.barrier()
+    return pairs
+
+
+def is_busy(folder: Path) -> bool:
+    """Whether a process works in the folder now."""
+    if not folder.exists():
+        return False
+    try:
+        with locked(folder):
+            return False
+    except ValueError:
+        return True
+
+
+@contextlib.contextmanager
+def told_how_to_go_on(title: str) -> Iterator[None]:
+    """Ctrl-C ends in order, whatever was going on."""
+    try:
+        yield
+    except KeyboardInterrupt as stop:
+        how = stop.args[0].partition(":")[0] if stop.args else "interrupted"
+        signal = stop.args[1:]
+        raise KeyboardInterrupt(f"{title}: {how}; the same command goes on", *signal) from None

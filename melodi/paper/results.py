@@ -1,0 +1,166 @@
+"""What the runs of a recipe have shown so far, row by row, pooled over seeds.
+
+A run counts when it was trained to its end and evaluated. Seeds are pooled document by document:
+the nats of a document are their mean over the seeds of a row. Intervals are over documents.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from melodi.config import ModelConfig
+from melodi.evaluation.intervals import Interval, bootstrap, paired
+from melodi.files import read_json
+from melodi.paper.estimate import training_time
+from melodi.paper.plan import Planned, Settings, plan, state_of, step_of
+from melodi.paper.recipe import Recipe, Row
+from melodi.paper.recipes import recipe_named
+from melodi.run import ENVIRONMENT
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Result:
+    """One run that has been begun."""
+
+    planned: Planned
+    step: int
+    record: dict[str, Any] | None
+    """Its evaluation; None until it is trained and evaluated."""
+    seconds: float
+    """Of its training steps."""
+    environment: dict[str, Any]
+
+    @property
+    def model(self) -> ModelConfig:
+        return self.planned.run.configs()[0]
+
+    @cached_property
+    def metrics(self) -> list[dict[str, Any]]:
+        return self.planned.run.read_metrics() if self.planned.run.metrics.exists() else []
+
+    @cached_property
+    def documents(self) -> tuple[tuple[int, int], ...]:
+        """Number and predictions of each document."""
+        each = self.record["per_document"] if self.record else ()
+        return tuple((one["document"], one["predictions"]) for one in each)
+
+    @cached_property
+    def nats(self) -> Floats:
+        """Of each document."""
+        each = self.record["per_document"] if self.record else ()
+        return np.array([one["nats"] for one in each], np.float64)
+
+
+@dataclass(frozen=True)
+class RowResult:
+    """A row of the table, with the runs of all seeds that have been begun."""
+
+    row: Row
+    model: ModelConfig
+    tokens: int
+    """Training tokens of a run."""
+    steps: dict[str, int]
+    """How many, and what one reads."""
+    runs: tuple[Result, ...]
+
+    @property
+    def evaluated(self) -> list[Result]:
+        return [run for run in self.runs if run.record is not None]
+
+    @property
+    def seeds(self) -> dict[int, Result]:
+        return {run.planned.seed: run for run in self.evaluated}
+
+    @property
+    def documents(self) -> tuple[tuple[int, int], ...]:
+        """Those of all seeds, which must have read the same."""
+        sets = {run.documents for run in self.evaluated}
+        if len(sets) != 1:
+            raise ValueError(f"the seeds of {self.row.label!r} were evaluated on other documents")
+        return sets.pop()
+
+    @cached_property
+    def nats(self) -> Floats:
+        """Of each document, the mean over seeds."""
+        return np.mean([run.nats for run in self.evaluated], axis=0)
+
+    @cached_property
+    def perplexity(self) -> Interval:
+        return bootstrap(self.nats, counts(self.documents))
+
+    @property
+    def floats(self) -> int:
+        return sum(self.model.memory_floats())
+
+    def mean(self, key: str) -> float:
+        """Of a figure of the records, over seeds."""
+        return float(np.mean([run.record[key] for run in self.evaluated if run.record]))
+
+
+@dataclass(frozen=True)
+class Results:
+    """All rows of a recipe."""
+
+    recipe: Recipe
+    settings: Settings
+    rows: tuple[RowResult, ...]
+
+    def __getitem__(self, label: str) -> RowResult:
+        return next(row for row in self.rows if row.row.label == label)
+
+    @cached_property
+    def evaluated(self) -> list[RowResult]:
+        return [row for row in self.rows if row.evaluated]
+
+    def difference(self, a: RowResult, b: RowResult) -> Interval:
+        """Nats per token of a less those of b, document by document: below zero, a is better."""
+        check_same([a, b])
+        return paired(a.nats, b.nats, counts(a.documents))
+
+
+def counts(documents: tuple[tuple[int, int], ...]) -> list[int]:
+    return [predictions for _, predictions in documents]
+
+
+def check_same(rows: list[RowResult]) -> None:
+    first = rows[0]
+    for other in rows[1:]:
+        if other.documents != first.documents:
+            raise ValueError(
+                f"{first.row.label!r} and {other.row.label!r} were evaluated on other documents: "
+                "evaluate both again"
+            )
+
+
+def gather(folder: Path) -> Results:
+    """What is there of a recipe, in DIR/NAME."""
+    settings = Settings.read(folder)
+    recipe = recipe_named(settings.recipe)
+    planned = plan(settings, folder.parent)
+    rows = []
+    for row in recipe.rows:
+        own = [one for one in planned if one.row is row]
+        runs = [result_of(one, settings) for one in own if one.run.exists and one.run.started]
+        model = runs[0].model if runs else own[0].model
+        train = own[0].train
+        steps = {name: getattr(train, name) for name in ("rows", "segment_windows", "steps")}
+        rows.append(RowResult(row, model, own[0].tokens, steps, tuple(runs)))
+    return Results(recipe, settings, tuple(rows))
+
+
+def result_of(planned: Planned, settings: Settings) -> Result:
+    done = state_of(planned, settings) == "done"
+    environment = planned.folder / ENVIRONMENT
+    return Result(
+        planned,
+        step_of(planned),
+        read_json(planned.folder / settings.record_name) if done else None,
+        training_time(planned.run)[1],
+        read_json(environment) if environment.exists() else {},
+    )

@@ -1,0 +1,91 @@
+"""Whether what the paper claims holds here: ✓, ✗, or undecided.
+
+An ordering is decided by the paired difference over documents, pooled over seeds: ✓ if its 95 %
+interval lies on the paper's side of zero, ✗ if on the other. Documents say nothing about how much
+another seed would change, so an ordering that some seed alone would turn around stays undecided.
+Two rows are equal (✓) if the whole interval is within EQUAL of zero, and not (✗) if none of it is.
+Memory is counted, and needs no run.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from melodi.evaluation.intervals import Interval, paired
+from melodi.paper.recipe import EQUAL, Claim
+from melodi.paper.results import Floats, Result, Results, RowResult, check_same, counts
+
+Mark = Literal["✓", "✗", "undecided", "not run"]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    claim: Claim
+    mark: Mark
+    difference: Interval | None = None
+    """Nats per token of the better side less those of the worse."""
+    why: str = ""
+    seeds: int = 0
+    """Seeds that all its rows have."""
+
+
+def judge_all(results: Results) -> list[Verdict]:
+    return [judge(claim, results) for claim in results.recipe.claims]
+
+
+def judge(claim: Claim, results: Results) -> Verdict:
+    better = [results[label] for label in claim.better]
+    worse = [results[label] for label in claim.worse]
+    if claim.kind == "memory":
+        return judge_memory(claim, better[0], worse[0])
+    rows = [*better, *worse]
+    missing = [row.row.label for row in rows if not row.evaluated]
+    if missing:
+        return Verdict(claim, "not run", why=f"not run: {', '.join(dict.fromkeys(missing))}")
+    check_same(rows)
+    predictions = counts(rows[0].documents)
+    pool = paired(total(better), total(worse), predictions)
+    by_seed = seed_differences(better, worse, predictions)
+    if claim.kind == "equal":
+        return Verdict(claim, equal_mark(pool), pool, seeds=len(by_seed))
+    mark: Mark = {-1: "✓", 0: "undecided", 1: "✗"}[pool.sign]  # type: ignore[assignment]
+    against = [seed for seed, value in by_seed.items() if value * pool.value < 0]
+    if pool.sign and against:
+        why = f"seed {', '.join(map(str, against))} says the opposite"
+        return Verdict(claim, "undecided", pool, why, len(by_seed))
+    return Verdict(claim, mark, pool, seeds=len(by_seed))
+
+
+def total(rows: list[RowResult]) -> Floats:
+    return np.sum([row.nats for row in rows], axis=0)
+
+
+def seed_differences(
+    better: list[RowResult], worse: list[RowResult], predictions: list[int]
+) -> dict[int, float]:
+    """Nats per token of each seed that all rows have."""
+    common = set.intersection(*[set(row.seeds) for row in [*better, *worse]])
+
+    def nats(rows: list[RowResult], seed: int) -> float:
+        chosen: list[Result] = [row.seeds[seed] for row in rows]
+        return float(sum(run.nats.sum() for run in chosen)) / sum(predictions)
+
+    return {seed: nats(better, seed) - nats(worse, seed) for seed in sorted(common)}
+
+
+def equal_mark(difference: Interval) -> Mark:
+    low, _, high = difference
+    if low is None or high is None:
+        return "undecided"
+    if low >= -EQUAL and high <= EQUAL:
+        return "✓"
+    return "✗" if low > EQUAL or high < -EQUAL else "undecided"
+
+
+def judge_memory(claim: Claim, better: RowResult, worse: RowResult) -> Verdict:
+    """The paper's factors are rounded."""
+    times = worse.floats / better.floats
+    holds = times > 1 and round(times, 1) >= claim.times
+    why = f"{better.floats:,} and {worse.floats:,} floats: {times:.2f} times"
+    return Verdict(claim, "✓" if holds else "✗", why=why)

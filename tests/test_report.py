@@ -1,0 +1,253 @@
+"""The report of a recipe: what holds of what the paper claims, and no number without a run."""
+
+import dataclasses
+import json
+import math
+import re
+import sys
+from collections.abc import Callable
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+from test_cli import printed, refused
+from test_reproduce import TINY
+
+from melodi.paper.plan import Settings, plan
+from melodi.paper.recipes import RECIPES
+from melodi.paper.report import main_table, write_report
+from melodi.paper.results import gather
+from melodi.paper.verdicts import judge_all
+
+CHECKSUM = "0" * 32
+DOCUMENTS = 30
+Effect = Callable[[str, int], float | None]
+"""Of a row's label and a seed: how many nats per token it has more; None: not run."""
+
+
+def make_recipe(out: Path, name: str, effect: Effect, seeds: int = 1, documents: int = 0) -> Path:
+    """A recipe folder with records as runs leave them, made up: documents differ much from each
+    other, and from row to row only by the effect and a little noise."""
+    settings = Settings(name, TINY, 257, seeds=seeds, train_checksum=CHECKSUM)
+    settings.write(out / name)
+    random = np.random.default_rng(0)
+    loss, count = random.normal(3.0, 0.5, DOCUMENTS), random.integers(100, 2000, DOCUMENTS)
+    for one in plan(settings, out):
+        more = effect(one.row.label, one.seed)
+        if more is None:
+            continue
+        one.folder.mkdir(parents=True)
+        data = {"path": "store", "tokenizer_digest": "", "train_checksum": CHECKSUM}
+        config = {"preset": None, "model": one.model.to_dict(), "data": data}
+        config["train"] = dataclasses.asdict(one.train)
+        (one.folder / "config.json").write_text(json.dumps(config))
+        lines = [
+            {"step": step, "loss": 4.0 - step, "tokens": 10, "tokens_per_second": 5.0}
+            for step in range(1, one.train.steps + 1)
+        ]
+        lines.append({"step": one.train.steps, "validation_loss": 3.0})
+        metrics = "".join(f"{json.dumps(line)}\n" for line in lines)
+        (one.folder / "metrics.jsonl").write_text(metrics)
+        noise = random.normal(0.0, 0.01, DOCUMENTS)
+        nats = (loss + more + noise) * count
+        record = {
+            "perplexity": math.exp(nats.sum() / count.sum()),
+            "bits_per_byte": 1.0,
+            "perplexity_without_memory": 99.0,
+            "max_tokens": None,
+            "step": one.train.steps,
+            "per_document": [
+                {"document": i + documents, "predictions": int(count[i]), "nats": float(nats[i])}
+                for i in range(DOCUMENTS)
+            ],
+        }
+        (one.folder / "eval-test.json").write_text(json.dumps(record))
+    return out / name
+
+
+def marks(folder: Path) -> list[str]:
+    return [verdict.mark for verdict in judge_all(gather(folder))]
+
+
+def with_branching(gain: float) -> Effect:
+    return lambda label, seed: 0.0 if "no branching" in label else -gain
+
+
+@pytest.mark.parametrize(
+    ("gain", "mark"), [(0.1, "✓"), (-0.1, "✗"), (0.0, "undecided")], ids=["yes", "no", "open"]
+)
+def test_an_ordering_is_decided_by_its_interval(tmp_path: Path, gain: float, mark: str) -> None:
+    """✓ and ✗ where the paired difference is clear, undecided where it is not: although the
+    documents differ ten times more than the rows."""
+    folder = make_recipe(tmp_path, "branching", with_branching(gain))
+    verdicts = judge_all(gather(folder))
+    assert [verdict.mark for verdict in verdicts] == [mark, mark]
+    for verdict in verdicts:
+        assert verdict.difference is not None
+        assert verdict.difference.value == pytest.approx(-gain, abs=0.02)
+        low, _, high = verdict.difference
+        assert low is not None
+        assert high is not None
+        assert high - low < 0.03
+
+
+def test_seeds_are_pooled(tmp_path: Path) -> None:
+    """Two seeds that agree decide together; where one says the opposite, the pool does not."""
+    agree = make_recipe(tmp_path / "a", "branching", with_branching(0.1), seeds=2)
+    assert marks(agree) == ["✓", "✓"]
+    assert {verdict.seeds for verdict in judge_all(gather(agree))} == {2}
+
+    def torn(label: str, seed: int) -> float:
+        return 0.0 if "no branching" in label else (-0.3 if seed == 1 else 0.05)
+
+    verdicts = judge_all(gather(make_recipe(tmp_path / "b", "branching", torn, seeds=2)))
+    assert [verdict.mark for verdict in verdicts] == ["undecided", "undecided"]
+    assert verdicts[0].why == "seed 2 says the opposite"
+    assert verdicts[0].difference is not None
+    assert verdicts[0].difference.sign == -1
+
+
+def test_equal_rows_are_equal_within_bounds(tmp_path: Path) -> None:
+    """“As good as” is ✓ if the whole interval is within the bounds, ✗ only if none of it is."""
+    gains = {"layer 5": 0.0, "layer 6": 0.1, "layer 7": 0.0099, "layer 9": -0.1}
+    folder = make_recipe(tmp_path, "long-term-position", lambda label, _: gains.get(label, 0.0))
+    found = {v.claim.better[0]: v.mark for v in judge_all(gather(folder))}
+    assert found == {
+        "layer 5": "✓",
+        "layer 6": "✗",
+        "layer 7": "undecided",
+        "layer 9": "✗",
+        "layer 10": "✓",
+        "layer 11": "✓",
+    }
+
+
+def test_gains_are_compared(tmp_path: Path) -> None:
+    """A claim about two gains: the queue helps until 32 windows and then levels off, or not."""
+
+    def levelling(label: str, seed: int) -> float:
+        return -0.1 * min(math.log2(int(label.split()[0])), 5)
+
+    def going_on(label: str, seed: int) -> float:
+        return -0.01 * int(label.split()[0])
+
+    level = "32 to 128 windows gain less than 8 to 32"
+    for effect, expected in ((levelling, "✓"), (going_on, "✗")):
+        folder = make_recipe(tmp_path / expected, "coverage", effect)
+        found = {v.claim.words: v.mark for v in judge_all(gather(folder))}
+        assert found[level] == expected
+        assert found["32 windows better than 16 windows"] == "✓"
+
+
+def test_memory_is_counted(tmp_path: Path) -> None:
+    """Claims about memory need no run; those about perplexity say what is missing."""
+    folder = make_recipe(tmp_path, "baselines", lambda label, _: None)
+    verdicts = judge_all(gather(folder))
+    assert {v.mark for v in verdicts if v.claim.kind == "better"} == {"not run"}
+    assert verdicts[0].why == "not run: Melodi S192+L32, Transformer-XL"
+    assert "✓" in {v.mark for v in verdicts if v.claim.kind == "memory"}
+
+
+def test_other_documents_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Rows that were evaluated on other documents are not compared."""
+    both = [
+        make_recipe(tmp_path / x, "branching", with_branching(0), documents=n)
+        for x, n in (("a", 0), ("b", 5))
+    ]
+    (both[1] / "st-branching-seed1").rename(tmp_path / "aside")
+    (both[0] / "st-branching-seed1").rename(both[1] / "st-branching-seed1")
+    assert "were evaluated on other documents" in refused(capsys, f"report '{both[1]}'")
+
+
+def test_no_number_without_a_run(tmp_path: Path) -> None:
+    """A row that has not been run, or not to its end, has dashes in all columns of ours."""
+    pytest.importorskip("matplotlib")
+    folder = make_recipe(tmp_path, "copy", lambda label, _: 0.0 if label[:3] == "S96" else None)
+    begun = folder / "s64-l64-mixed-seed1"
+    begun.mkdir()
+    for name in ("config.json", "eval-test.json"):
+        (begun / name).write_text((folder / "s96-l96-mixed-seed1" / name).read_text())
+    (begun / "metrics.jsonl").write_text('{"step": 1, "loss": 9.0}\n')
+    table = main_table(gather(folder))
+    first = table.columns.index("ours")
+    rows = {row[0]: row[first : first + 6] for row in table.rows}
+    assert re.fullmatch(r"\d+\.\d{3}", rows["S96+L96, mixed"][0])
+    assert rows["S64+L64, mixed"] == ["step 1 of 2", *["–"] * 5]
+    for label in ("S64+L64, copied", "S32+L32, mixed", "S32+L32, copied"):
+        assert rows[label] == ["–"] * 6
+    assert [row[1] for row in table.rows] == [
+        *["11.00", "10.92", "11.36", "11.08"],
+        "11.42",
+        "11.25",
+    ]
+
+
+def test_figures_of_the_paper_are_dashes(tmp_path: Path) -> None:
+    folder = make_recipe(tmp_path, "long-term-layers", lambda label, _: 0.0)
+    table = main_table(gather(folder))
+    assert table.columns[1] == "paper"
+    assert {row[1] for row in table.rows} == {"–"}
+
+
+class Page(HTMLParser):
+    """Whether every tag is closed, and where the page points to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.places: list[str] = []
+        self.words: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.places += [value or "" for name, value in attrs if name in ("src", "href")]
+        if tag not in ("meta", "img"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.words.append(data)
+
+
+def test_the_page_needs_no_other_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """report.html holds its pictures; the Markdown has them beside it; both have every row and
+    claim, and come from `melodi report DIR`."""
+    pytest.importorskip("matplotlib")
+    folder = make_recipe(tmp_path, "window-size", lambda label, _: 0.01 * len(label), seeds=2)
+    paths = [f"{folder}/report.html", f"{folder}/report.md"]
+    assert printed(capsys, f"report '{tmp_path}'").splitlines() == paths
+    page = Page()
+    page.feed(text := (folder / "report.html").read_text())
+    assert not page.open
+    assert len(page.places) == 2
+    assert all(place.startswith("data:image/png;base64,") for place in page.places)
+    assert "://" not in re.sub(r"base64,[^\"]*", "", text)
+    words = " ".join(page.words)
+    markdown = (folder / "report.md").read_text()
+    for row in RECIPES["window-size"].rows:
+        assert row.label in words
+        assert row.label in markdown
+    for claim in RECIPES["window-size"].claims:
+        assert claim.words in words
+        assert claim.words in markdown
+    for name in re.findall(r"!\[[^]]*\]\((.*?)\)", markdown):
+        assert (folder / name).read_bytes().startswith(b"\x89PNG")
+    for table in re.findall(r"(?:^\|.*\n)+", markdown, re.M):
+        assert len({line.count("|") for line in table.splitlines()}) == 1
+
+
+def test_a_report_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tables need no plots."""
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    folder = make_recipe(tmp_path, "branching", with_branching(0.1))
+    html, markdown = write_report(folder)
+    assert "<img" not in html.read_text()
+    assert "Of 2 claims 2 hold." in markdown.read_text()
+
+
+def test_damaged_recipes_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = make_recipe(tmp_path, "branching", with_branching(0.1))
+    (folder / "recipe.json").write_text('{"recipe": "branching"}')
+    assert "recipe.json is damaged" in refused(capsys, f"report '{folder}'")
