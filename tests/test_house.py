@@ -40,8 +40,8 @@ SIBLINGS = {
         *["melodi", "transformer_xl", "block_recurrent", "memorizing"],
     ],
     "data": [
-        *["tokenizer", "detokenizer", "text", "corpus", "store", "splits", "progress"],
-        *["vocabulary", "writer", "prepare", "segments"],
+        *["tokenizer", "detokenizer", "text", "corpus", "shards", "store", "splits", "progress"],
+        *["vocabulary", "writer", "prepare", "merge", "segments"],
     ],
     "stream": ["sampling", "source", "spoken", "reader"],
     "evaluation": ["documents", "record", "probes", "texts", "contents", "recall"],

@@ -4,10 +4,12 @@
    binary, empty, a duplicate or too short. Every few seconds the draft notes how far it is, so that
    the same command continues an interrupted one, to the same bytes.
 2. The draft is dealt out into one file of tokens per split, and the manifest is written last.
-3. What was begun and then refused is discarded: the corrected command finds an empty folder.
+3. Of a shard the draft itself is the result, with checksums in a file that is written last.
+4. What was begun and then refused is discarded: the corrected command finds an empty folder.
 """
 
 import contextlib
+import json
 import os
 import time
 from collections.abc import Mapping
@@ -18,6 +20,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from melodi.data import shards
+from melodi.data.shards import SHARD, Shard
 from melodi.data.splits import Shares, assign_splits, place_of, split_number
 from melodi.data.store import (
     DTYPES,
@@ -47,6 +51,8 @@ class Progress:
     read: int = 0
     kept: int = 0
     tokens: int = 0
+    named: int = 0
+    """Bytes of the names' file."""
     skipped: dict[str, int] = field(default_factory=dict)
     skipped_names: dict[str, list[str]] = field(default_factory=dict)
     repaired: dict[str, int] = field(default_factory=dict)
@@ -55,9 +61,10 @@ class Progress:
 
 class StoreWriter:
     """The draft of a store: the tokens of all documents in one file, a row of figures about each
-    document in another, and a third that says how much of the two is valid."""
+    document in another, a line about each that was read, kept or not, in a third, and a fourth that
+    says how much of the three is valid."""
 
-    TOKENS, TABLE = "draft.tokens", "draft.documents"
+    TOKENS, TABLE, NAMES = FILES = "draft.tokens", "draft.documents", "draft.names"
     COLUMNS = ("tokens", "bytes", "digest", "place", "split")
 
     def __init__(self, folder: Path, request: dict[str, Any]) -> None:
@@ -115,6 +122,19 @@ class StoreWriter:
         write_json(self.folder / MANIFEST, manifest)
         remove_draft(self.folder)
 
+    def finish_shard(self, shard: Shard, ignored: Mapping[str, str]) -> None:
+        """The draft is whole: from now on it can be joined with those of the other shards."""
+        about = {
+            "format": shards.FORMAT,
+            "version": shards.VERSION,
+            "shard": list(shard),
+            "ignored": dict(ignored),
+            "checksums": {name: checksum(self.folder / name) for name in self.FILES},
+            "progress": asdict(self.progress),
+        }
+        write_json(self.folder / SHARD, about)
+        (self.folder / PROGRESS).unlink()
+
     def discard(self) -> None:
         """Takes back everything that was written."""
         remove_draft(self.folder)
@@ -157,8 +177,8 @@ class StoreWriter:
         }
 
     def _check_same(self, request: dict[str, Any]) -> None:
-        for key, value in request.items():
-            before = self.progress.request.get(key)
+        for key in {**self.progress.request, **request}:
+            before, value = self.progress.request.get(key), request.get(key)
             if before != value:
                 raise ValueError(
                     f"store {self.folder} was begun with {key}={before!r}, not {value!r}: give the "
@@ -177,11 +197,13 @@ class Appender:
 
     def __enter__(self) -> "Appender":
         folder = self.writer.folder
-        self.files = [open_kept(folder / name) for name in (StoreWriter.TOKENS, StoreWriter.TABLE)]
-        self.tokens, self.table = self.files
+        self.files = [open_kept(folder / name) for name in StoreWriter.FILES]
+        self.tokens, self.table, self.names = self.files
         self._cut_tokens()
         self.table.truncate(self.progress.kept * 8 * len(StoreWriter.COLUMNS))
-        self.table.seek(0, os.SEEK_END)
+        self.names.truncate(self.progress.named)
+        for file in (self.table, self.names):
+            file.seek(0, os.SEEK_END)
         self.digests = set(self.writer.table()[:, 2].tolist())
         self.saved_at = time.monotonic()
         return self
@@ -200,7 +222,10 @@ class Appender:
 
     def end_document(self, document: Document) -> None:
         progress = self.progress
-        if reason := self._reason_to_skip(document):
+        reason = self._reason_to_skip(document)
+        line = json.dumps([document.name, reason, sorted(document.flaws)]) + "\n"
+        progress.named += self.names.write(line.encode())
+        if reason:
             note(document.name, reason, progress.skipped, progress.skipped_names)
             self._cut_tokens()
         else:
@@ -249,6 +274,12 @@ def check_free(folder: Path) -> None:
             f"store {folder} is finished and is not overwritten: choose another --out, "
             "or delete it first"
         )
+    if (folder / SHARD).exists():
+        (folder / PROGRESS).unlink(missing_ok=True)
+        raise ValueError(
+            f"shard {folder} is finished and is not overwritten: choose another --out, "
+            "or delete it first"
+        )
     # A process killed at the very beginning leaves no more than these.
     names = {path.name for path in folder.iterdir() if not path.match(f"{PROGRESS}.*.partial")}
     if names - {".lock"} and PROGRESS not in names:
@@ -256,7 +287,7 @@ def check_free(folder: Path) -> None:
 
 
 def remove_draft(folder: Path) -> None:
-    for name in (StoreWriter.TOKENS, StoreWriter.TABLE, PROGRESS):
+    for name in (*StoreWriter.FILES, PROGRESS):
         (folder / name).unlink(missing_ok=True)
 
 
