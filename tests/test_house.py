@@ -28,7 +28,17 @@ from melodi.config import PRESETS
 PACKAGE = Path(melodi.__file__).parent
 ROOT = PACKAGE.parent
 ORDER = [
-    *["files", "sharded", "config", "layers", "memory_file", "memory", "boundary", "reading"],
+    *[
+        "files",
+        "sharded",
+        "precision",
+        "config",
+        "layers",
+        "memory_file",
+        "memory",
+        "boundary",
+        "reading",
+    ],
     *["model", "data", "run", "stream", "evaluation", "training", "paper", "meliad", "hf"],
     *["bench", "cli"],
 ]
@@ -41,11 +51,13 @@ SIBLINGS = {
     ],
     "data": [
         *["tokenizer", "detokenizer", "text", "corpus", "shards", "store", "splits", "progress"],
-        *["vocabulary", "writer", "prepare", "merge", "segments"],
+        *["vocabulary", "writer", "appender", "prepare", "merge", "segments"],
     ],
     "stream": ["sampling", "source", "spoken", "reader"],
     "evaluation": ["documents", "record", "probes", "texts", "contents", "recall"],
-    "training": ["distributed", "parameters", "optimizers", "checkpoint", "learner", "trainer"],
+    "training": [
+        *["distributed", "parameters", "optimizers", "checkpoint", "batches", "learner", "trainer"],
+    ],
     "paper": ["costs", "recipes", "reproduce", "report"],
     "hf": ["modeling", "export"],
     "bench": [

@@ -76,12 +76,12 @@ def test_accumulation_changes_no_step(kind: str, store: TokenStore) -> None:
         config = replace(CONFIG, accumulate=parts)
         model = replace(model_config(kind), dropout=0.0)
         learner = Learner(model, store.split("train"), config, Execution(), ALONE)
-        segment = learner.walker.next()
-        _, learner.states = learner._gradients(segment, learner.walker.predictions)
-        while segment.starts.all() or not segment.starts.any():
-            segment = learner.walker.next()
+        batch = learner.batches.next()
+        _, learner.states = learner._gradients(batch)
+        while batch.starts_B.all() or not batch.starts_B.any():
+            batch = learner.batches.next()
         learner.model.zero_grad()
-        learner._gradients(segment, learner.walker.predictions)
+        learner._gradients(batch)
         grads.append([p.grad for p in learner.model.parameters()])
     for a, b in zip(*grads, strict=True):
         torch.testing.assert_close(a, b)

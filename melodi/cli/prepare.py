@@ -103,7 +103,7 @@ def prepare_one_shard(options: PrepareArgs) -> None:
         options.validation_share,
         options.test_share,
     )
-    figures = {"shard": list(shard), "documents": done.kept, "tokens": done.tokens}
+    figures = {"shard": [shard.number, shard.count], "documents": done.kept, "tokens": done.tokens}
     if options.json:
         print(json.dumps(figures, indent=2))
     else:

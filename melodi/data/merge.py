@@ -15,13 +15,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from melodi.data.appender import Appender
 from melodi.data.prepare import checked_shares, drafting
 from melodi.data.progress import progress_bar
 from melodi.data.shards import Shard, read_shard
 from melodi.data.store import DTYPES, SPLITS, TokenStore
 from melodi.data.text import Document
 from melodi.data.tokenizer import load_tokenizer
-from melodi.data.writer import Appender, StoreWriter, dtype_name
+from melodi.data.writer import StoreWriter, dtype_name
 from melodi.files import checksum
 
 BLOCK = 1 << 20

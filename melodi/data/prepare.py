@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from melodi.data.appender import Appender
 from melodi.data.corpus import Source, open_sources
 from melodi.data.progress import progress_bar
 from melodi.data.shards import Shard
@@ -31,7 +32,7 @@ from melodi.data.store import DTYPES, TokenStore
 from melodi.data.text import Document
 from melodi.data.tokenizer import Tokenizer, check_vocab_size, load_tokenizer
 from melodi.data.vocabulary import train_vocabulary
-from melodi.data.writer import Appender, Progress, StoreWriter, check_free, dtype_name
+from melodi.data.writer import Progress, StoreWriter, check_free, dtype_name
 from melodi.files import locked
 
 DEFAULT_VOCAB_SIZE = 2048

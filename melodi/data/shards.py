@@ -7,8 +7,9 @@
 """
 
 import re
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from melodi.data.corpus import Source
 from melodi.files import read_json
@@ -18,7 +19,8 @@ SHARD = "shard.json"
 """A finished shard has it, in place of a store's manifest."""
 
 
-class Shard(NamedTuple):
+@dataclass(frozen=True)
+class Shard:
     """One of several parts of a corpus; numbers begin with 1."""
 
     number: int

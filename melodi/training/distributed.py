@@ -37,6 +37,8 @@ class Processes:
     rank: int
     world: int
     device: torch.device
+    host: dist.ProcessGroup | None = None
+    """In which the processes talk without their devices; None if there is only one."""
 
     @property
     def first(self) -> bool:
@@ -52,15 +54,23 @@ class Processes:
         return range(self.rank * each, (self.rank + 1) * each)
 
     def barrier(self) -> None:
-        if self.world > 1:
-            dist.barrier()
+        if self.host is not None:
+            dist.barrier(self.host)
 
     def total(self, *values: float) -> list[float]:
-        """Sums over all processes."""
-        tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
-        if self.world > 1:
-            dist.all_reduce(tensor)
+        """Sums over all processes of numbers that are on the host."""
+        tensor = torch.tensor(values, dtype=torch.float64, device="cpu")
+        if self.host is not None:
+            dist.all_reduce(tensor, group=self.host)
         return tensor.tolist()
+
+    def totals(self, sum: Tensor, other: Tensor) -> tuple[float, float]:
+        """The sum over all processes of a number on the device, and one that all have, read
+        together."""
+        if self.world > 1:
+            dist.all_reduce(sum)
+        first, second = torch.stack([sum, other.to(sum)]).tolist()
+        return first, second
 
     def any(self, flag: bool) -> bool:
         return self.total(float(flag))[0] > 0
@@ -77,7 +87,8 @@ def processes(device: str | None = None) -> Iterator[Processes]:
         torch.cuda.set_device(place)
     dist.init_process_group("nccl" if place.type == "cuda" else "gloo", timeout=PATIENCE)
     try:
-        yield Processes(dist.get_rank(), dist.get_world_size(), place)
+        host = dist.new_group(backend="gloo", timeout=PATIENCE)
+        yield Processes(dist.get_rank(), dist.get_world_size(), place, host)
     finally:
         dist.destroy_process_group()
 

@@ -7,8 +7,9 @@ to say about them, and when they are written down, so that a run can be killed a
 import contextlib
 import shutil
 import signal
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from melodi.config import ModelConfig
 from melodi.config.training import Execution, TrainConfig
@@ -16,6 +17,7 @@ from melodi.data.store import TokenStore
 from melodi.evaluation.documents import Evaluation
 from melodi.evaluation.probes import gates
 from melodi.files import locked, replacing, write_tensors
+from melodi.precision import resolve
 from melodi.run import BEST, LAST, Run
 from melodi.training.checkpoint import WEIGHTS, Checkpoints
 from melodi.training.distributed import Processes
@@ -44,6 +46,7 @@ def train(
         config = continued(run, model, config, store, preset)
     else:
         run.check_new()
+        config = replace(config, precision=found_precision(config, model, group))
     check_vocabulary(model, store)
     if group.first:
         store.verify("train", "validation")
@@ -56,6 +59,14 @@ def train(
             run.create(model, config, store, preset)
         group.barrier()
         return trainer.run_all()
+
+
+def found_precision(
+    config: TrainConfig, model: ModelConfig, group: Processes
+) -> Literal["fp32", "bf16"]:
+    """What "auto" means for the first process, for all."""
+    found = group.first and resolve(config.precision, group.device, model.width, model.ffn_width)
+    return "bf16" if group.any(found == "bf16") else "fp32"
 
 
 class Trainer:
@@ -136,7 +147,7 @@ class Trainer:
         self.reporter.say(f"resuming {self.run.folder} after step {step}")
 
     def _introduce(self) -> None:
-        model, walker = self.learner.model, self.learner.walker
+        model, walker = self.learner.model, self.learner.batches.walker
         for line in introduction(self.run, model, walker, self.config, self.group.device):
             self.reporter.say(line)
         if not len(self.store.split("validation")):
@@ -164,7 +175,7 @@ class Trainer:
     def _log(self) -> None:
         """At each interval the meter starts again; a run that ends between two keeps its sums."""
         signs = gates(self.learner.model)
-        about = {"epoch": self.learner.walker.epoch, "skipped": self.learner.skipped}
+        about = {"epoch": self.learner.batches.epoch, "skipped": self.learner.skipped}
         record = {"step": self.step, **self.meter.record(), **signs, **about}
         self.reporter.record(record)
         shown = [shown_figures(record), *[f"{name} {value:.2f}" for name, value in signs.items()]]

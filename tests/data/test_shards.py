@@ -8,13 +8,13 @@ import pytest
 from texts import contents, stories, write_folder
 
 from melodi.cli.prepare import prepare as prepare_command
-from melodi.data import writer
+from melodi.data import appender, writer
+from melodi.data.appender import Appender
 from melodi.data.corpus import open_sources
 from melodi.data.merge import merge
 from melodi.data.prepare import prepare, prepare_shard
 from melodi.data.shards import Shard
 from melodi.data.store import TokenStore
-from melodi.data.writer import Appender
 
 
 @pytest.fixture
@@ -83,7 +83,7 @@ def test_interrupted_shards_and_merges_continue(
 ) -> None:
     """Stopped every few documents, in a shard and in the merge, all ends with the same bytes."""
     prepare(corpus, tmp_path / "whole", tokenizer="bytes")
-    monkeypatch.setattr(writer, "SAVE_SECONDS", 0.0)
+    monkeypatch.setattr(appender, "SAVE_SECONDS", 0.0)
     end_document, left = Appender.end_document, 0
 
     def stopping(self: Appender, document: object) -> None:
@@ -131,7 +131,7 @@ def test_what_does_not_belong_together_is_refused(corpus: list[Path], tmp_path: 
             merge(folders, tmp_path / "joined")
     with pytest.raises(ValueError, match=r"is one shard of a store: join all with .* --merge"):
         TokenStore.open(one)
-    with pytest.raises(ValueError, match="shard .* is finished and is not overwritten"):
+    with pytest.raises(ValueError, match=r"shard .* is finished and is not overwritten"):
         prepare_shard(Shard(1, 2), "bytes", corpus, one)
     with (two / "draft.tokens").open("r+b") as file:
         file.write(b"?")
