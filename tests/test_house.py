@@ -56,7 +56,8 @@ SIBLINGS = {
     "stream": ["sampling", "source", "spoken", "reader"],
     "evaluation": ["documents", "record", "probes", "texts", "contents", "recall"],
     "training": [
-        *["distributed", "parameters", "optimizers", "checkpoint", "batches", "learner", "trainer"],
+        *["distributed", "parameters", "optimizers", "checkpoint", "shard_files", "snapshot"],
+        *["batches", "learner", "trainer"],
     ],
     "paper": ["costs", "recipes", "reproduce", "report"],
     "hf": ["modeling", "export"],

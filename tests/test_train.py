@@ -172,7 +172,7 @@ def test_a_full_disk_leaves_the_last_checkpoint(
 
     trainer.learner.take_step()
     with monkeypatch.context() as broken:
-        broken.setattr(melodi.training.learner, "write_tensors", full_disk)
+        broken.setattr(melodi.training.snapshot, "write_tensors", full_disk)
         with pytest.raises(OSError, match="No space left"):
             trainer.save()
     again = Trainer(trainer.run, store, model_config(), CONFIG, Execution(), ALONE)

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,7 @@ from melodi.layers.frame import Probe
 from melodi.memory import MemoryState
 from melodi.model import LanguageModel, Scored
 
+Item = TypeVar("Item")
 PATIENCE = timedelta(hours=1)
 """How long the processes wait for each other: the first may be writing a large checkpoint."""
 MOST_GRAPHS = 64
@@ -38,7 +39,9 @@ class Processes:
     world: int
     device: torch.device
     host: dist.ProcessGroup | None = None
-    """In which the processes talk without their devices; None if there is only one."""
+    """In which the processes talk without their devices; None for a process that stands alone."""
+    behind: dist.ProcessGroup | None = None
+    """The same for the threads that write while training goes on."""
 
     @property
     def first(self) -> bool:
@@ -72,6 +75,14 @@ class Processes:
         first, second = torch.stack([sum, other.to(sum)]).tolist()
         return first, second
 
+    def gather_behind(self, value: Item) -> list[Item]:
+        """What each process says, among the threads that write."""
+        if self.behind is None:
+            return [value]
+        values: list[Any] = [None] * self.world
+        dist.all_gather_object(values, value, self.behind)
+        return values
+
     def any(self, flag: bool) -> bool:
         return self.total(float(flag))[0] > 0
 
@@ -87,8 +98,8 @@ def processes(device: str | None = None) -> Iterator[Processes]:
         torch.cuda.set_device(place)
     dist.init_process_group("nccl" if place.type == "cuda" else "gloo", timeout=PATIENCE)
     try:
-        host = dist.new_group(backend="gloo", timeout=PATIENCE)
-        yield Processes(dist.get_rank(), dist.get_world_size(), place, host)
+        host, behind = (dist.new_group(backend="gloo", timeout=PATIENCE) for _ in range(2))
+        yield Processes(dist.get_rank(), dist.get_world_size(), place, host, behind)
     finally:
         dist.destroy_process_group()
 

@@ -8,6 +8,7 @@
 4. A step whose loss or gradient is not finite is skipped and counted; its memory is dropped.
 """
 
+import copy
 import math
 import time
 from dataclasses import replace
@@ -21,14 +22,12 @@ from melodi.config import ModelConfig
 from melodi.config.training import Execution, TrainConfig
 from melodi.data.segments import Walker
 from melodi.data.store import Documents
-from melodi.files import read_json, read_tensors, write_json, write_tensors
+from melodi.files import write_tensors
 from melodi.memory import MemoryState
 from melodi.model import LanguageModel
 from melodi.precision import autocast
-from melodi.run import set_weights
-from melodi.sharded import gather
+from melodi.sharded import gather, is_sharded
 from melodi.training.batches import Batch, Batches
-from melodi.training.checkpoint import MOMENTS, TRAINER, WEIGHTS, load_rows, save_rows
 from melodi.training.distributed import (
     Processes,
     compile_layers,
@@ -37,7 +36,8 @@ from melodi.training.distributed import (
     without_reduction,
 )
 from melodi.training.optimizers import make_optimizer, schedule
-from melodi.training.parameters import flatten_state, restore_state
+from melodi.training.parameters import flatten_state
+from melodi.training.snapshot import Snapshot, owner_of, read_checkpoint, read_memory
 
 
 class Learner:
@@ -64,6 +64,7 @@ class Learner:
         if execution.compile:
             compile_layers(self.model)
         self.forward = distribute(self.model, group, execution.sharding, config.segment_windows)
+        self.sharded = any(map(is_sharded, self.model.parameters()))
         self.optimizer = make_optimizer(self.model, config.optimizer)
         length = config.segment_windows * model.window
         walker = Walker.shuffled(documents, config.rows, length, config.seed, self.local_rows)
@@ -142,52 +143,51 @@ class Learner:
         )
         return gather(norm)
 
-    def whole_weights(self) -> dict[str, Tensor]:
-        """Every process must ask at the same time."""
-        return {name: gather(tensor) for name, tensor in self.model.state_dict().items()}
+    def write_weights(self, path: Path) -> None:
+        """The whole weights, for use. They are gathered one after the other, and written by the
+        first process; every process must come here at the same time."""
+        weights = self.model.state_dict()
+        if self.group.first:
+            write_tensors(path, weights, {"step": str(self.step)}, whole=gather)
+        elif self.sharded:
+            for name in sorted(weights):
+                gather(weights[name])
 
-    def save(self, folder: Path, **more: object) -> None:
+    def snapshot(self, **more: object) -> Snapshot:
         """Everything that the next step depends on, and what else is to be known when it is taken.
-        Of many processes each writes the memory of its own rows, and the first writes the rest."""
-        weights, moments = self.whole_weights(), flatten_state(self.optimizer, self.model)
-        for i, state in enumerate(self.states):
-            save_rows(folder, self.local_rows.start + i * self.rows_per_part, state)
-        if not self.group.first:
-            return
-        write_tensors(folder / WEIGHTS, weights, {"step": str(self.step)})
-        write_tensors(folder / MOMENTS, moments)
-        write_json(
-            folder / TRAINER,
+        Every process must ask at the same time."""
+        weights: dict[str, Tensor] = self.model.state_dict()
+        if self.sharded:
+            weights = {name: w.detach().to("cpu", copy=True) for name, w in weights.items()}
+        owner = owner_of(self.model, self.step, self.sharded)
+        return Snapshot(
+            weights,
+            flatten_state(self.optimizer, self.model, whole=not self.sharded),
+            self._first_rows(),
+            [replace(state, owner=owner) for state in self.states],
             {
                 "step": self.step,
                 "rows": self.batches.state_dict(),
                 "skipped": self.skipped,
                 "skips_in_a_row": self.skips_in_a_row,
-                **more,
+                **copy.deepcopy(more),
             },
+            self.sharded,
         )
 
     def load(self, folder: Path) -> dict[str, object]:
-        """Goes back to what `save` wrote, with any number of processes, and gives what else was
-        to be known."""
-        set_weights(self.model, read_tensors(folder / WEIGHTS)[1], folder / WEIGHTS)
-        restore_state(self.optimizer, self.model, read_tensors(folder / MOMENTS)[1])
-        self.states = self._load_memory(folder)
-        saved = read_json(folder / TRAINER)
-        self.batches.load_state_dict(saved.pop("rows"))
+        """Goes back to a snapshot, with any number of processes, and gives what else was to be
+        known."""
+        saved = read_checkpoint(folder, self.model, self.optimizer, self.group)
         self.step, self.skipped = saved.pop("step"), saved.pop("skipped")
         self.skips_in_a_row = saved.pop("skips_in_a_row")
+        self.batches.load_state_dict(saved.pop("rows"))
+        self.states = read_memory(
+            folder, self.model, self.step, self._first_rows(), self.rows_per_part
+        )
         return saved
 
-    def _load_memory(self, folder: Path) -> list[MemoryState]:
-        """The memory of this process's rows, as the model's own: the model would check whose it is
-        in its forward pass, where the weights of a sharded model cannot be gathered."""
-        ours, owner = self.model.fingerprint(), self.model.empty_state(1).owner
-        first, count = self.local_rows.start, self.rows_per_part
-        states = []
-        for i in range(self.config.accumulate):
-            state = load_rows(folder, first + i * count, count).to(self.group.device)
-            if state.owner.fingerprint() != ours:
-                raise ValueError(f"the memory in {folder} was made with other weights than its own")
-            states.append(replace(state, owner=owner))
-        return states
+    def _first_rows(self) -> list[int]:
+        """The global row with which each part begins."""
+        first = self.local_rows.start
+        return [first + i * self.rows_per_part for i in range(len(self.states))]

@@ -16,7 +16,7 @@ from melodi.config.training import Execution, TrainConfig
 from melodi.data.store import TokenStore
 from melodi.evaluation.documents import Evaluation
 from melodi.evaluation.probes import gates
-from melodi.files import locked, replacing, write_tensors
+from melodi.files import locked, replacing
 from melodi.precision import resolve
 from melodi.run import BEST, LAST, Run
 from melodi.training.checkpoint import WEIGHTS, Checkpoints
@@ -98,7 +98,13 @@ class Trainer:
         config = self.config
         result = Evaluation()
         self._introduce()
-        with Interruption() as interrupted, self.reporter.begin(self.step):
+        # Whatever ends the run, a checkpoint that is being written is finished.
+        with (
+            Interruption() as interrupted,
+            contextlib.ExitStack() as stack,
+            self.reporter.begin(self.step),
+        ):
+            stack.callback(self.checkpoints.wait)
             while self.step < config.steps:
                 self.meter.add(figures := self.learner.take_step())
                 self.reporter.step_done(self.step, self.meter)
@@ -110,7 +116,7 @@ class Trainer:
                     result = self._validate()
                 stop = self.group.any(interrupted.wanted)
                 if self.step % config.save_every == 0 or done or stop:
-                    self.save()
+                    self.save(last=done or stop)
                 if stop and not done:
                     raise KeyboardInterrupt(
                         f"stopped after step {self.step}: the same command with --resume goes on",
@@ -118,16 +124,19 @@ class Trainer:
                     )
         return result
 
-    def save(self) -> None:
-        """A checkpoint, and the weights for use."""
-
-        def fill(folder: Path) -> None:
-            self.learner.save(folder, best=self.best, meter=self.meter.state_dict())
-
-        self.checkpoints.write(self.step, fill, self.group.first, self.group.barrier)
-        if self.group.first:
-            with replacing(self.run.folder / LAST) as place:
-                shutil.copyfile(self.checkpoints.path(self.step) / WEIGHTS, place)
+    def save(self, last: bool = False) -> None:
+        """A checkpoint, and the weights for use; of a sharded model those only with the last."""
+        snapshot = self.learner.snapshot(best=self.best, meter=self.meter.state_dict())
+        if not snapshot.sharded:
+            self.checkpoints.write(self.step, snapshot.write, self.group)
+            if self.group.first:
+                with replacing(self.run.folder / LAST) as place:
+                    shutil.copyfile(self.checkpoints.path(self.step) / WEIGHTS, place)
+            return
+        self.checkpoints.write_behind(self.step, snapshot.write, self.group)
+        if last:
+            self.learner.write_weights(self.run.folder / LAST)
+            self.checkpoints.wait()
 
     def restore(self) -> None:
         """Goes back to the newest whole checkpoint; to the start if there is none."""
@@ -165,6 +174,7 @@ class Trainer:
                 f"{figures['gradient_norm']}"
             )
         if in_a_row >= MOST_SKIPS:
+            self.checkpoints.wait()
             saved = [str(self.checkpoints.path(step)) for step in self.checkpoints.steps()]
             raise ValueError(
                 f"{in_a_row} steps in a row, up to step {self.step}, had a loss or gradient that "
@@ -206,9 +216,7 @@ class Trainer:
         )
         if result.loss < self.best:
             self.best = result.loss
-            weights = learner.whole_weights()
-            if self.group.first:
-                write_tensors(self.run.folder / BEST, weights, {"step": str(self.step)})
+            learner.write_weights(self.run.folder / BEST)
         return result
 
 
