@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from melodi.layers.frame import Probe
@@ -151,7 +151,11 @@ def compile_layers(model: LanguageModel, **options: Any) -> None:
 
 
 def distribute(
-    model: LanguageModel, group: Processes, sharding: str, segment_windows: int
+    model: LanguageModel,
+    group: Processes,
+    sharding: str,
+    segment_windows: int,
+    precision: str = "fp32",
 ) -> nn.Module:
     """The model as this process runs it: alone, in DDP, or sharded by FSDP2."""
     forward = NatsForward(model)
@@ -159,7 +163,7 @@ def distribute(
         # Layers return views, which is safe: nothing here changes a tensor in place.
         warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
         for layer in model.layers:
-            fully_shard(layer, reshard_after_forward=False)
+            fully_shard(layer, reshard_after_forward=False, mp_policy=gathered_in(precision))
         fully_shard(forward, reshard_after_forward=False)
         for module in sharded_modules(forward):
             module.set_reshard_after_backward(False)
@@ -168,6 +172,15 @@ def distribute(
         # In a single window nothing is read back, so the memory's writers have no gradient.
         return DistributedDataParallel(forward, find_unused_parameters=segment_windows < 2)
     return forward
+
+
+def gathered_in(precision: str) -> MixedPrecisionPolicy:
+    """How a layer's weights travel: in bf16 as halves, gradients always in float32. What a layer is
+    given and gives stays as autocast has it; the embedding and the tables beside the layers travel
+    whole, so that the residual stream begins in float32."""
+    if precision != "bf16":
+        return MixedPrecisionPolicy()
+    return MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
 
 
 def without_reduction(module: nn.Module, last: bool) -> AbstractContextManager[Any]:

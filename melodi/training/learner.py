@@ -63,7 +63,9 @@ class Learner:
         self.model.checkpoint_windows = execution.checkpoint_windows
         if execution.compile:
             compile_layers(self.model)
-        self.forward = distribute(self.model, group, execution.sharding, config.segment_windows)
+        self.forward = distribute(
+            self.model, group, execution.sharding, config.segment_windows, config.precision
+        )
         self.sharded = any(map(is_sharded, self.model.parameters()))
         self.optimizer = make_optimizer(self.model, config.optimizer)
         length = config.segment_windows * model.window
