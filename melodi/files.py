@@ -86,18 +86,27 @@ def write_tensors(
         start, end = end, end + tensor.numel() * tensor.itemsize
         about = {"dtype": _type_name(tensor), "shape": list(tensor.shape)}
         layout[name] = {**about, "data_offsets": [start, end]}
-    digest = _digest_of(header)
-    with replacing(path) as partial, partial.open("wb") as file:
-        beginning = _beginning({**header, CHECKSUM: digest.hexdigest()}, layout)
+    with unwritable_named(path), replacing(path) as partial, partial.open("wb") as file:
+        digest = _digest_of(header)
+        size = len(_beginning({**header, CHECKSUM: digest.hexdigest()}, layout))
         for name in sorted(tensors):
             tensor = tensors[name].detach()
             tensor = tensor if whole is None else whole(tensor)
             data = tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
             _add_to(digest, name, tensor, data)
-            file.seek(len(beginning) + layout[name]["data_offsets"][0])
+            file.seek(size + layout[name]["data_offsets"][0])
             file.write(data)
         file.seek(0)
         file.write(_beginning({**header, CHECKSUM: digest.hexdigest()}, layout))
+
+
+@contextlib.contextmanager
+def unwritable_named(path: Path) -> Iterator[None]:
+    """A failed write, on a full disk say, does not say where."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(f"{path} cannot be written: {error.strerror or error}") from None
 
 
 def _beginning(header: Mapping[str, str], layout: Mapping[str, Any]) -> bytes:
