@@ -13,7 +13,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -68,24 +68,64 @@ def read_json(path: Path) -> Any:
 
 
 def write_tensors(
-    path: Path, tensors: "Mapping[str, Tensor]", header: dict[str, str] | None = None
+    path: Path,
+    tensors: "Mapping[str, Tensor]",
+    header: dict[str, str] | None = None,
+    whole: "Callable[[Tensor], Tensor] | None" = None,
 ) -> None:
-    """Tensors from any device, with a header of strings; the checksum of both is added to it."""
-    import torch
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
+    """Tensors from any device, with a header of strings; the checksum of both is added to it.
 
-    whole = {
-        name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
-        for name, tensor in tensors.items()
-    }
+    One after the other, by name, is brought to the host, by `whole` if it is not all here.
+    """
+    import torch
+
     header = header or {}
-    header = {**header, CHECKSUM: _checksum_of(header, whole)}
-    with replacing(path) as partial:
-        try:
-            save_file(whole, partial, header)
-        except SafetensorError as error:  # a full disk, say
-            raise OSError(f"{path} cannot be written: {error}") from None
+    # Where each begins: the wider numbers first, so that all are aligned.
+    layout: dict[str, dict[str, Any]] = {}
+    end = 0
+    for name, tensor in sorted(tensors.items(), key=lambda item: (-item[1].itemsize, item[0])):
+        start, end = end, end + tensor.numel() * tensor.itemsize
+        about = {"dtype": _type_name(tensor), "shape": list(tensor.shape)}
+        layout[name] = {**about, "data_offsets": [start, end]}
+    with unwritable_named(path), replacing(path) as partial, partial.open("wb") as file:
+        digest = _digest_of(header)
+        size = len(_beginning({**header, CHECKSUM: digest.hexdigest()}, layout))
+        for name in sorted(tensors):
+            tensor = tensors[name].detach()
+            tensor = tensor if whole is None else whole(tensor)
+            data = tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+            _add_to(digest, name, tensor, data)
+            file.seek(size + layout[name]["data_offsets"][0])
+            file.write(data)
+        file.seek(0)
+        file.write(_beginning({**header, CHECKSUM: digest.hexdigest()}, layout))
+
+
+@contextlib.contextmanager
+def unwritable_named(path: Path) -> Iterator[None]:
+    """A failed write, on a full disk say, does not say where."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(f"{path} cannot be written: {error.strerror or error}") from None
+
+
+def _beginning(header: Mapping[str, str], layout: Mapping[str, Any]) -> bytes:
+    """What stands before the data of a safetensors file."""
+    text = json.dumps({"__metadata__": dict(header), **layout}).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _type_name(tensor: "Tensor") -> str:
+    """As safetensors calls it: F32, BF16, I64, …"""
+    kind = str(tensor.dtype).removeprefix("torch.")
+    if kind == "bool":
+        return "BOOL"
+    for name, letter in (("bfloat", "BF"), ("float", "F"), ("uint", "U"), ("int", "I")):
+        if kind.startswith(name):
+            return letter + kind.removeprefix(name)
+    raise ValueError(f"tensors of {tensor.dtype} cannot be stored: give another type")
 
 
 def read_tensors(path: Path, sealed: bool = True) -> "tuple[dict[str, str], dict[str, Tensor]]":
@@ -141,11 +181,19 @@ def _checksum_of(header: Mapping[str, str], tensors: "Mapping[str, Tensor]") -> 
     """Of the header, and of the tensors' names, types, shapes and contents."""
     import torch
 
-    digest = hashlib.blake2b(json.dumps(header, sort_keys=True).encode(), digest_size=16)
+    digest = _digest_of(header)
     for name, tensor in sorted(tensors.items()):
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode())
-        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+        _add_to(digest, name, tensor, tensor.reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
+
+
+def _digest_of(header: Mapping[str, str]) -> Any:
+    return hashlib.blake2b(json.dumps(header, sort_keys=True).encode(), digest_size=16)
+
+
+def _add_to(digest: Any, name: str, tensor: "Tensor", data: Any) -> None:
+    digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode())
+    digest.update(data)
 
 
 def sync(path: Path) -> None:

@@ -40,10 +40,19 @@ def configs(kind: str, steps: int) -> tuple[ModelConfig, TrainConfig]:
     return replace(KINDS[kind], vocab_size=257, associative_width=8), train_config
 
 
-def work(kind: str, sharding: str, steps: int, store: str, run: str, resume: bool) -> None:
+def work(
+    kind: str,
+    sharding: str,
+    steps: int,
+    store: str,
+    run: str,
+    resume: bool,
+    precision: str = "fp32",
+) -> None:
     """What each process does; also run alone, as the reference."""
     torch.set_num_threads(1)
     model, config = configs(kind, steps)
+    config = replace(config, precision=precision)  # type: ignore[arg-type]
     with processes("cpu") as group:
         execution = Execution(sharding=sharding)  # type: ignore[arg-type]
         train(run, TokenStore.open(store), model, config, execution, group, resume)
@@ -123,3 +132,18 @@ def test_the_same_world_resumes_bit_for_bit(sharding: str, store: str, tmp_path:
     launch(2, "melodi", sharding, 6, store, str(tmp_path / "parts"), True)
     a, b = (load_file(tmp_path / run / "model.safetensors") for run in ("whole", "parts"))
     assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_halves_are_gathered_and_learn_the_same(store: str, tmp_path: Path) -> None:
+    """In bf16 two sharded processes, which gather bf16 weights, have the losses of one that casts
+    them, as far as bf16 goes; weights and memory are float32 in both."""
+    losses = []
+    work("melodi", "ddp", 3, store, str(tmp_path / "one"), False, "bf16")
+    launch(2, "melodi", "fsdp", 3, store, str(tmp_path / "two"), False, "bf16")
+    for run in (tmp_path / "one", tmp_path / "two"):
+        last = Run(run).read_metrics()[-1]
+        losses.append(last["validation_loss"])
+        files = [run / "model.safetensors", *run.glob("checkpoints/*/memory-rows-*.safetensors")]
+        tensors = [tensor for file in files for tensor in load_file(file).values()]
+        assert {tensor.dtype for tensor in tensors} == {torch.float32, torch.int64}
+    assert losses[0] == pytest.approx(losses[1], abs=0.02)

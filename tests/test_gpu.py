@@ -1,11 +1,18 @@
-"""On a CUDA device: the stream may be cut anywhere, and a training step is that of the CPU."""
+"""On a CUDA device: the stream may be cut anywhere, a training step is that of the CPU, and waits
+once."""
+
+import warnings
+from pathlib import Path
 
 import pytest
 import torch
+from tiny_runs import CONFIG, make_store, model_config
 from zoo import KINDS, WINDOW, cases, make, random_tokens
 
 from melodi import ModelConfig
-from melodi.config.training import recipe
+from melodi.config.training import Execution, recipe
+from melodi.training.distributed import Processes
+from melodi.training.learner import Learner
 from melodi.training.optimizers import make_optimizer
 
 pytestmark = [
@@ -49,3 +56,21 @@ def test_a_training_step(config: ModelConfig) -> None:
         weights.append([loss.cpu(), *(p.detach().cpu() for p in model.parameters())])
     for ours, theirs in zip(*weights, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4)
+
+
+def test_a_training_step_waits_once(tmp_path: Path) -> None:
+    """Of what training itself does in a step, only the reading of the loss waits for the GPU."""
+    group = Processes(0, 1, torch.device("cuda:0"))
+    documents = make_store(tmp_path).split("train")
+    learner = Learner(model_config(), documents, CONFIG, Execution(), group)
+    learner.take_step()
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            learner.take_step()
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+    waits = [Path(warning.filename) for warning in caught if "synchroniz" in str(warning.message)]
+    assert [path.name for path in waits if path.parent.name == "training"] == ["distributed.py"]

@@ -29,8 +29,8 @@ from melodi.config import PRESETS
 PACKAGE = Path(melodi.__file__).parent
 ROOT = PACKAGE.parent
 ORDER = [
-    *["files", "sharded", "config", "layers", "memory_file", "memory", "boundary", "reading"],
-    *["model", "data", "run", "stream", "evaluation", "training", "meliad", "hf"],
+    *["files", "sharded", "precision", "config", "layers", "memory_file", "memory", "boundary"],
+    *["reading", "model", "data", "run", "stream", "evaluation", "training", "meliad", "hf"],
     *["prefixes", "lm_eval", "bench", "paper", "cli"],
 ]
 """Each name imports only from names before it; docs/architecture.md tells the same story."""
@@ -41,14 +41,17 @@ SIBLINGS = {
         *["melodi", "transformer_xl", "block_recurrent", "memorizing"],
     ],
     "data": [
-        *["tokenizer", "detokenizer", "text", "corpus", "store", "splits", "progress"],
-        *["vocabulary", "writer", "prepare", "segments"],
+        *["tokenizer", "detokenizer", "text", "corpus", "shards", "store", "splits", "progress"],
+        *["vocabulary", "writer", "appender", "prepare", "merge", "segments"],
     ],
     "stream": ["sampling", "source", "spoken", "reader"],
     "evaluation": [
         *["tallies", "intervals", "documents", "record", "probes", "texts", "contents", "recall"],
     ],
-    "training": ["distributed", "parameters", "optimizers", "checkpoint", "learner", "trainer"],
+    "training": [
+        *["distributed", "parameters", "optimizers", "checkpoint", "shard_files", "snapshot"],
+        *["batches", "learner", "trainer"],
+    ],
     "paper": [
         *["costs", "shapes", "scales", "numbers", "recipe", "comparisons", "ablations", "recipes"],
         *["plan", "estimate", "reproduce", "results", "verdicts", "figures", "pages", "report"],

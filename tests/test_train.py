@@ -76,12 +76,12 @@ def test_accumulation_changes_no_step(kind: str, store: TokenStore) -> None:
         config = replace(CONFIG, accumulate=parts)
         model = replace(model_config(kind), dropout=0.0)
         learner = Learner(model, store.split("train"), config, Execution(), ALONE)
-        segment = learner.walker.next()
-        _, learner.states = learner._gradients(segment, learner.walker.predictions)
-        while segment.starts.all() or not segment.starts.any():
-            segment = learner.walker.next()
+        batch = learner.batches.next()
+        _, learner.states = learner._gradients(batch)
+        while batch.starts_B.all() or not batch.starts_B.any():
+            batch = learner.batches.next()
         learner.model.zero_grad()
-        learner._gradients(segment, learner.walker.predictions)
+        learner._gradients(batch)
         grads.append([p.grad for p in learner.model.parameters()])
     for a, b in zip(*grads, strict=True):
         torch.testing.assert_close(a, b)
@@ -106,35 +106,32 @@ def test_a_damaged_checkpoint_is_passed_over(
     assert same(weights(run), expected)
 
 
+def begun(run: Path, step: int) -> bool:
+    """Whether a checkpoint of this step or a later one exists, whole or not."""
+    names = [path.name for path in run.glob("checkpoints/step-*")]
+    return any(int(name[5:13]) >= step for name in names)
+
+
 @pytest.mark.slow
 def test_kill_at_any_moment(store: TokenStore, tmp_path: Path) -> None:
-    """kill -9 at random moments, and the run ends with the weights of one that was never killed."""
+    """kill -9 in the midst of saves, and the run ends with the weights of one that was never
+    killed."""
     command = [
         *(sys.executable, "-m", "melodi", "train", "--preset", "laptop-melodi"),
         *("--data", str(store.path), "--steps", "12", "--save-every", "1", "--rows", "4"),
         *("--model.width", "16", "--model.window", "16", "--model.short-term-tokens", "4"),
         *("--validate-every", "5", "--validation-tokens", "50", "--threads", "1"),
     ]
-    started = time.monotonic()
     subprocess.run([*command, "--out", str(tmp_path / "whole")], check=True, capture_output=True)
-    seconds = time.monotonic() - started
-    random = np.random.default_rng(0)
-    kills = 0
-    while True:
-        process = subprocess.Popen(
-            [*command, "--out", str(tmp_path / "killed"), "--resume"],
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
-        try:
-            process.wait(seconds * random.uniform(0.5, 1.0) if kills < 5 else None)
-            break
-        except subprocess.TimeoutExpired:
-            process.send_signal(signal.SIGKILL)
-            process.wait()
-            kills += 1
-    assert process.returncode == 0
+    resume, kills = [*command, "--out", str(tmp_path / "killed"), "--resume"], 0
+    for step in (1, 4, 8):  # as soon as its checkpoint is being written, or is there
+        with subprocess.Popen(resume, stderr=subprocess.DEVNULL) as process:
+            while process.poll() is None and not begun(tmp_path / "killed", step):
+                time.sleep(0.001)
+            kills += process.poll() is None
+            process.kill()
     assert kills
+    subprocess.run(resume, check=True, capture_output=True)
     assert same(weights(tmp_path / "whole"), weights(tmp_path / "killed"))
 
 
@@ -172,7 +169,7 @@ def test_a_full_disk_leaves_the_last_checkpoint(
 
     trainer.learner.take_step()
     with monkeypatch.context() as broken:
-        broken.setattr(melodi.training.learner, "write_tensors", full_disk)
+        broken.setattr(melodi.training.snapshot, "write_tensors", full_disk)
         with pytest.raises(OSError, match="No space left"):
             trainer.save()
     again = Trainer(trainer.run, store, model_config(), CONFIG, Execution(), ALONE)

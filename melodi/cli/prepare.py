@@ -1,5 +1,6 @@
 """`melodi prepare`: text to tokens."""
 
+import dataclasses
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +38,10 @@ class PrepareArgs:
     """Share of the documents to hold out, unless the source has splits."""
     test_share: float = 0.02
     """Share of the documents to hold out, unless the source has splits."""
+    shard: str | None = None
+    """Prepare only this part of the files, 2/4 say, with a given --tokenizer."""
+    merge: tuple[Path, ...] = ()
+    """Join these shards, all of one corpus, into the store that one machine would have made."""
     workers: int | None = None
     """Threads that encode; as many as there are cores when not given."""
     json: bool = False
@@ -50,22 +55,81 @@ def prepare(args: list[str]) -> None:
     """
     options = parse(PrepareArgs, prepare, args)
     check_at_least(1, vocab_size=options.vocab_size, workers=options.workers)
-    from melodi.data.prepare import prepare as prepare_store
-
+    make = prepare_whole
+    if options.merge:
+        check_only_merge(options)
+        make = merge_shards
+    elif options.shard is not None:
+        make = prepare_one_shard
     try:
-        store = prepare_store(
-            options.sources,
-            options.out,
-            options.vocab_size,
-            options.tokenizer,
-            options.workers,
-            options.text_column,
-            options.validation_share,
-            options.test_share,
-        )
+        make(options)
     except KeyboardInterrupt:
         raise KeyboardInterrupt("interrupted: the same command continues from here") from None
+
+
+def prepare_whole(options: PrepareArgs) -> None:
+    from melodi.data.prepare import prepare as prepare_store
+
+    store = prepare_store(
+        options.sources,
+        options.out,
+        options.vocab_size,
+        options.tokenizer,
+        options.workers,
+        options.text_column,
+        options.validation_share,
+        options.test_share,
+    )
+    show(store, options.json)
+
+
+def prepare_one_shard(options: PrepareArgs) -> None:
+    if options.tokenizer is None or options.vocab_size is not None:
+        raise ValueError(
+            "--shard needs a tokenizer that all shards share: give --tokenizer, which may be the "
+            "tokenizer.json of a store that was made of a part of the corpus"
+        )
+    from melodi.data.prepare import prepare_shard
+    from melodi.data.shards import Shard
+
+    shard = Shard.parse(options.shard or "")
+    done = prepare_shard(
+        shard,
+        options.tokenizer,
+        options.sources,
+        options.out,
+        options.workers,
+        options.text_column,
+        options.validation_share,
+        options.test_share,
+    )
+    figures = {"shard": [shard.number, shard.count], "documents": done.kept, "tokens": done.tokens}
     if options.json:
+        print(json.dumps(figures, indent=2))
+    else:
+        print(
+            f"{options.out}: shard {shard}, {done.kept:,} documents, {done.tokens:,} tokens; when "
+            f"all {shard.count} are done, melodi prepare --merge joins them"
+        )
+
+
+def check_only_merge(options: PrepareArgs) -> None:
+    """What a store is made of is said by its shards."""
+    for given in dataclasses.fields(PrepareArgs):
+        same = getattr(options, given.name) == given.default
+        if given.name not in ("merge", "out", "json") and not same:
+            what = "a PATH" if given.name == "sources" else f"--{given.name.replace('_', '-')}"
+            raise ValueError(f"--merge takes everything from the shards: leave out {what}")
+
+
+def merge_shards(options: PrepareArgs) -> None:
+    from melodi.data.merge import merge
+
+    show(merge(options.merge, options.out), options.json)
+
+
+def show(store: "TokenStore", as_json: bool) -> None:
+    if as_json:
         print(json.dumps(store.manifest, indent=2))
     else:
         print_store(store)

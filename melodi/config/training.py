@@ -69,8 +69,9 @@ class TrainConfig:
     """Parts into which each process cuts its rows; their gradients are added up."""
     clip: float = 1.0
     """Largest norm of the gradient; 0 leaves it as it is."""
-    precision: Literal["fp32", "bf16"] = "fp32"
-    """bf16: autocast; weights and memory stay in float32."""
+    precision: Literal["fp32", "bf16", "auto"] = "fp32"
+    """bf16: autocast; weights and memory stay in float32. auto: bf16 where this machine is clearly
+    faster with it; the run keeps what was found at its start."""
     validate_every: int = 100
     """Steps between validations; there is always one at the end."""
     validation_tokens: int = 100_000

@@ -15,7 +15,7 @@ import json
 import platform
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,8 @@ PART_NAMES = {
 @dataclass(frozen=True)
 class Source:
     description: str
-    documents: Callable[[], Iterator[Document]]
+    documents: Callable[..., Iterator[Document]]
+    """All of them; of a source of files also those of a slice of the files."""
     fingerprint: str = ""
     """Changes when the source does, as far as can be told without reading it."""
     num_bytes: int | None = None
@@ -41,6 +42,18 @@ class Source:
     is_remote: bool = False
     ignored: Mapping[str, str] = field(default_factory=dict)
     """Files that are left out, and why."""
+    file_sizes: tuple[int, ...] = ()
+    """In bytes, of a source of files."""
+
+    def only(self, files: slice) -> "Source":
+        """The same source as far as these files go; its fingerprint stays that of the whole."""
+        sizes = self.file_sizes[files]
+        return replace(
+            self,
+            documents=partial(self.documents, files),
+            num_bytes=None if self.num_bytes is None else sum(sizes),
+            file_sizes=sizes,
+        )
 
 
 @dataclass(frozen=True)
@@ -126,8 +139,8 @@ def files_source(
     if not paths:
         raise ValueError(f"no documents in {description}: none of *{', *'.join(TEXT + RECORDS)}")
 
-    def documents() -> Iterator[Document]:
-        for path in paths:
+    def documents(files: slice = slice(None)) -> Iterator[Document]:
+        for path in paths[files]:
             place = path.relative_to(root)
             split = (splits or {}).get(place.parts[0])
             yield from file_documents(path, place.as_posix(), text_column, split)
@@ -140,6 +153,7 @@ def files_source(
         hashlib.sha256(json.dumps(sizes).encode()).hexdigest()[:16],
         sum(size for _, size in sizes) if is_plain else None,
         ignored=ignored or {},
+        file_sizes=tuple(size for _, size in sizes),
     )
 
 

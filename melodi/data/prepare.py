@@ -23,14 +23,16 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from melodi.data.appender import Appender
 from melodi.data.corpus import Source, open_sources
 from melodi.data.progress import progress_bar
+from melodi.data.shards import Shard
 from melodi.data.splits import Shares
 from melodi.data.store import DTYPES, TokenStore
 from melodi.data.text import Document
 from melodi.data.tokenizer import Tokenizer, check_vocab_size, load_tokenizer
 from melodi.data.vocabulary import train_vocabulary
-from melodi.data.writer import Appender, StoreWriter, check_free, dtype_name
+from melodi.data.writer import Progress, StoreWriter, check_free, dtype_name
 from melodi.files import locked
 
 DEFAULT_VOCAB_SIZE = 2048
@@ -55,33 +57,85 @@ def prepare(
         raise ValueError(
             f"vocab_size={vocab_size} and tokenizer={tokenizer}: give only one of them"
         )
-    if workers is not None and workers < 1:
-        raise ValueError(f"workers={workers} must be at least 1")
     vocab_size = DEFAULT_VOCAB_SIZE if vocab_size is None else vocab_size
     check_vocab_size(vocab_size)
-    shares = Shares(validation_share, test_share)
-    shares.check()
+    shares = checked_shares(validation_share, test_share)
+    threads = checked_workers(workers)
     given = None if tokenizer is None else load_tokenizer(tokenizer)
     corpus = open_sources(sources, text_column)
-    request = {
+    made_with = given.digest() if given else f"trained, {vocab_size}"
+    with drafting(Path(out), requested(corpus, text_column, made_with, shares)) as writer:
+        if writer.progress.tokenizer_digest is None:
+            writer.take_tokenizer(given or train_vocabulary(corpus, vocab_size, shares))
+        append_documents(writer, corpus, threads)
+        writer.finish(shares, ignored_files(corpus))
+    return TokenStore.open(out)
+
+
+def prepare_shard(
+    shard: Shard,
+    tokenizer: str | Path,
+    sources: str | Path | Sequence[str | Path] = (),
+    out: str | Path = "store",
+    workers: int | None = None,
+    text_column: str = "text",
+    validation_share: float = 0.02,
+    test_share: float = 0.02,
+) -> Progress:
+    """Makes one shard of what `prepare` with the same tokenizer makes; merge.py joins them."""
+    shares = checked_shares(validation_share, test_share)
+    threads = checked_workers(workers)
+    given = load_tokenizer(tokenizer)
+    corpus = open_sources(sources, text_column)
+    mine = shard.of(corpus)
+    request = requested(corpus, text_column, given.digest(), shares)
+    with drafting(Path(out), {**request, "shard": str(shard)}) as writer:
+        if writer.progress.tokenizer_digest is None:
+            writer.take_tokenizer(given)
+        append_documents(writer, mine, threads)
+        writer.finish_shard(shard, ignored_files(corpus))
+    return writer.progress
+
+
+def checked_shares(validation: float, test: float) -> Shares:
+    shares = Shares(validation, test)
+    shares.check()
+    return shares
+
+
+def checked_workers(workers: int | None) -> int:
+    if workers is not None and workers < 1:
+        raise ValueError(f"workers={workers} must be at least 1")
+    return workers or os.cpu_count() or 1
+
+
+def requested(
+    corpus: list[Source], text_column: str, tokenizer: str, shares: Shares
+) -> dict[str, Any]:
+    """What a store is made of, as its manifest says it."""
+    return {
         "sources": [source.description for source in corpus],
         "contents": [source.fingerprint for source in corpus],
         "text_column": text_column,
-        "tokenizer": given.digest() if given else f"trained, {vocab_size}",
-        "validation_share": validation_share,
-        "test_share": test_share,
+        "tokenizer": tokenizer,
+        "validation_share": shares.validation,
+        "test_share": shares.test,
     }
-    out = Path(out)
+
+
+def ignored_files(corpus: list[Source]) -> dict[str, str]:
+    return dict(chain(*(source.ignored.items() for source in corpus)))
+
+
+@contextlib.contextmanager
+def drafting(out: Path, request: dict[str, Any]) -> Iterator[StoreWriter]:
+    """The draft of a request in a folder, begun or continued, with nobody else at work there."""
     out.mkdir(parents=True, exist_ok=True)
     check_free(out)  # before the lock, which is a file: nothing is put into a folder of others
     with full_disk_named(out), locked(out):
         writer = StoreWriter(out, request)
         with discarded_if_refused(writer):
-            if writer.progress.tokenizer_digest is None:
-                writer.take_tokenizer(given or train_vocabulary(corpus, vocab_size, shares))
-            append_documents(writer, corpus, workers or os.cpu_count() or 1)
-            writer.finish(shares, dict(chain(*(source.ignored.items() for source in corpus))))
-    return TokenStore.open(out)
+            yield writer
 
 
 def append_documents(writer: StoreWriter, corpus: list[Source], workers: int) -> None:

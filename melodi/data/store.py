@@ -16,6 +16,7 @@ from typing import Any, Literal, cast, get_args
 import numpy as np
 from numpy.typing import NDArray
 
+from melodi.data.shards import SHARD
 from melodi.data.tokenizer import Tokenizer, load_tokenizer
 from melodi.files import checksum, read_json
 
@@ -159,6 +160,10 @@ def read_manifest(store: Path) -> dict[str, Any]:
     if not path.is_file():
         if (store / PROGRESS).is_file():
             raise ValueError(f"store {store} is unfinished: run its melodi prepare again")
+        if (store / SHARD).is_file():
+            raise ValueError(
+                f"store {store} is one shard of a store: join all with melodi prepare --merge"
+            )
         raise ValueError(f"{store} is no token store: make one with melodi prepare --out {store}")
     manifest = read_json(path)
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:

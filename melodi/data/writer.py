@@ -1,15 +1,12 @@
 """TOKENS -> STORE: a store in the making, which survives interruptions.
 
-1. Documents are appended in order to a draft. When a document ends it is kept, or skipped as
-   binary, empty, a duplicate or too short. Every few seconds the draft notes how far it is, so that
-   the same command continues an interrupted one, to the same bytes.
+1. Documents are appended in order to a draft (appender.py), which notes how far it is, so that the
+   same command continues an interrupted one, to the same bytes.
 2. The draft is dealt out into one file of tokens per split, and the manifest is written last.
-3. What was begun and then refused is discarded: the corrected command finds an empty folder.
+3. Of a shard the draft itself is the result, with checksums in a file that is written last.
+4. What was begun and then refused is discarded: the corrected command finds an empty folder.
 """
 
-import contextlib
-import os
-import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -18,7 +15,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from melodi.data.splits import Shares, assign_splits, place_of, split_number
+from melodi.data import shards
+from melodi.data.shards import SHARD, Shard
+from melodi.data.splits import Shares, assign_splits
 from melodi.data.store import (
     DTYPES,
     FORMAT,
@@ -29,11 +28,9 @@ from melodi.data.store import (
     IntArray,
     counts_in_words,
 )
-from melodi.data.text import Document
 from melodi.data.tokenizer import TOKENIZER_FILES, Tokenizer, load_tokenizer
 from melodi.files import checksum, read_json, replacing, write_json
 
-SAVE_SECONDS = 5.0
 MOST_NAMES = 100
 """So many documents of a kind are named in the manifest; all are counted."""
 
@@ -47,6 +44,8 @@ class Progress:
     read: int = 0
     kept: int = 0
     tokens: int = 0
+    named: int = 0
+    """Bytes of the names' file."""
     skipped: dict[str, int] = field(default_factory=dict)
     skipped_names: dict[str, list[str]] = field(default_factory=dict)
     repaired: dict[str, int] = field(default_factory=dict)
@@ -55,9 +54,10 @@ class Progress:
 
 class StoreWriter:
     """The draft of a store: the tokens of all documents in one file, a row of figures about each
-    document in another, and a third that says how much of the two is valid."""
+    document in another, a line about each that was read, kept or not, in a third, and a fourth that
+    says how much of the three is valid."""
 
-    TOKENS, TABLE = "draft.tokens", "draft.documents"
+    TOKENS, TABLE, NAMES = FILES = "draft.tokens", "draft.documents", "draft.names"
     COLUMNS = ("tokens", "bytes", "digest", "place", "split")
 
     def __init__(self, folder: Path, request: dict[str, Any]) -> None:
@@ -115,6 +115,19 @@ class StoreWriter:
         write_json(self.folder / MANIFEST, manifest)
         remove_draft(self.folder)
 
+    def finish_shard(self, shard: Shard, ignored: Mapping[str, str]) -> None:
+        """The draft is whole: from now on it can be joined with those of the other shards."""
+        about = {
+            "format": shards.FORMAT,
+            "version": shards.VERSION,
+            "shard": [shard.number, shard.count],
+            "ignored": dict(ignored),
+            "checksums": {name: checksum(self.folder / name) for name in self.FILES},
+            "progress": asdict(self.progress),
+        }
+        write_json(self.folder / SHARD, about)
+        (self.folder / PROGRESS).unlink()
+
     def discard(self) -> None:
         """Takes back everything that was written."""
         remove_draft(self.folder)
@@ -157,88 +170,13 @@ class StoreWriter:
         }
 
     def _check_same(self, request: dict[str, Any]) -> None:
-        for key, value in request.items():
-            before = self.progress.request.get(key)
+        for key in {**self.progress.request, **request}:
+            before, value = self.progress.request.get(key), request.get(key)
             if before != value:
                 raise ValueError(
                     f"store {self.folder} was begun with {key}={before!r}, not {value!r}: give the "
                     "same to continue, choose another --out, or delete the folder"
                 )
-
-
-class Appender:
-    """Writes a draft's files from where they are valid, one document after the other."""
-
-    def __init__(self, writer: StoreWriter, dtype: np.dtype[Any]) -> None:
-        self.writer, self.progress = writer, writer.progress
-        self.dtype = dtype
-        self.num_tokens = 0
-        """Of the document that is being written."""
-
-    def __enter__(self) -> "Appender":
-        folder = self.writer.folder
-        self.files = [open_kept(folder / name) for name in (StoreWriter.TOKENS, StoreWriter.TABLE)]
-        self.tokens, self.table = self.files
-        self._cut_tokens()
-        self.table.truncate(self.progress.kept * 8 * len(StoreWriter.COLUMNS))
-        self.table.seek(0, os.SEEK_END)
-        self.digests = set(self.writer.table()[:, 2].tolist())
-        self.saved_at = time.monotonic()
-        return self
-
-    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
-        # Whatever went wrong may have gone wrong half way: the last saved progress still holds.
-        if error is None:
-            self.save()
-        for file in self.files:
-            with contextlib.suppress(OSError):
-                file.close()
-
-    def append(self, ids: NDArray[Any]) -> None:
-        self.tokens.write(ids.tobytes())
-        self.num_tokens += len(ids)
-
-    def end_document(self, document: Document) -> None:
-        progress = self.progress
-        if reason := self._reason_to_skip(document):
-            note(document.name, reason, progress.skipped, progress.skipped_names)
-            self._cut_tokens()
-        else:
-            self._keep(document)
-            for flaw in sorted(document.flaws):
-                note(document.name, flaw, progress.repaired, progress.repaired_names)
-        progress.read += 1
-        if time.monotonic() - self.saved_at >= SAVE_SECONDS:
-            self.save()
-
-    def save(self) -> None:
-        for file in self.files:
-            file.flush()
-            os.fsync(file.fileno())
-        self.writer.save_progress()
-        self.saved_at = time.monotonic()
-
-    def _reason_to_skip(self, document: Document) -> str | None:
-        if reason := document.reason_to_skip(self.digests):
-            return reason
-        if not self.num_tokens:
-            return "empty"
-        return "short" if self.num_tokens < document.min_tokens else None
-
-    def _keep(self, document: Document) -> None:
-        digest, split = document.digest(), split_number(document.split)
-        row = [self.num_tokens, document.num_bytes, digest, place_of(document.name), split]
-        self.table.write(np.array(row, "<i8").tobytes())
-        self.digests.add(digest)
-        self.progress.kept += 1
-        self.progress.tokens += self.num_tokens
-        self.num_tokens = 0
-
-    def _cut_tokens(self) -> None:
-        """Takes back the tokens of a document that is not kept."""
-        self.tokens.seek(self.progress.tokens * self.dtype.itemsize)
-        self.tokens.truncate()
-        self.num_tokens = 0
 
 
 def check_free(folder: Path) -> None:
@@ -249,6 +187,12 @@ def check_free(folder: Path) -> None:
             f"store {folder} is finished and is not overwritten: choose another --out, "
             "or delete it first"
         )
+    if (folder / SHARD).exists():
+        (folder / PROGRESS).unlink(missing_ok=True)
+        raise ValueError(
+            f"shard {folder} is finished and is not overwritten: choose another --out, "
+            "or delete it first"
+        )
     # A process killed at the very beginning leaves no more than these.
     names = {path.name for path in folder.iterdir() if not path.match(f"{PROGRESS}.*.partial")}
     if names - {".lock"} and PROGRESS not in names:
@@ -256,7 +200,7 @@ def check_free(folder: Path) -> None:
 
 
 def remove_draft(folder: Path) -> None:
-    for name in (StoreWriter.TOKENS, StoreWriter.TABLE, PROGRESS):
+    for name in (*StoreWriter.FILES, PROGRESS):
         (folder / name).unlink(missing_ok=True)
 
 
@@ -273,12 +217,6 @@ def copy(source: Any, start: int, length: int, target: Any) -> None:
         block = source.read(min(length, 1 << 20))
         target.write(block)
         length -= len(block)
-
-
-def open_kept(path: Path) -> Any:
-    """For writing, with what is in it."""
-    path.touch()
-    return path.open("r+b")
 
 
 def dtype_name(tokenizer: Tokenizer) -> str:

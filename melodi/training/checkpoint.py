@@ -4,19 +4,26 @@
    then the folder is renamed. A kill at any moment leaves the earlier checkpoints as they were.
 2. Reading starts with the newest. What its checksums do not match is set aside, with a line, as
    `step-00000100.damaged`; if none is whole, nothing is touched and the run stops.
-3. Weights and optimizer are whole tensors, and memory is stored by global row, so that another
-   number of processes can take over. Everything is safetensors and JSON: no code runs on loading.
+3. Where the model is sharded, a checkpoint is written behind: training goes on meanwhile, and the
+   folder is renamed when all processes have said that their part is on the disk.
+4. What is in it (snapshot.py) can be taken over by another number of processes. Everything is
+   safetensors and JSON: no code runs on loading.
 """
 
 import shutil
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from melodi.files import checksum, read_json, sync, write_json
 from melodi.memory import MemoryState
+from melodi.training.distributed import Processes
 
 CHECKSUMS = "checksums.json"
 WEIGHTS, MOMENTS, TRAINER = "model.safetensors", "optimizer.safetensors", "trainer.json"
+SHARDS = "sharded"
+"""The folder that stands for the first two where the model is sharded."""
+Fill = Callable[[Path, Processes], None]
 
 
 class Checkpoints:
@@ -24,6 +31,8 @@ class Checkpoints:
 
     def __init__(self, folder: Path, keep: int) -> None:
         self.folder, self.keep = folder, keep
+        self._thread = ThreadPoolExecutor(1, "checkpoints")
+        self._behind: Future[None] | None = None
 
     def path(self, step: int) -> Path:
         return self.folder / f"step-{step:08}"
@@ -32,27 +41,60 @@ class Checkpoints:
         """The steps that have a checkpoint, which may be damaged, but is not known to be."""
         return sorted(int(path.name[5:]) for path in self.folder.glob("step-*[0-9]"))
 
-    def write(
-        self, step: int, fill: Callable[[Path], None], first: bool, barrier: Callable[[], None]
-    ) -> None:
+    def write(self, step: int, fill: Fill, group: Processes) -> None:
         """Every process fills the folder with its own files; the first one makes it final."""
-        final = self.path(step)
-        partial = final.with_suffix(".partial")
-        if first:
+        partial = self._begin(step, group)
+        fill(partial, group)
+        group.barrier()
+        if group.first:
+            self._seal(step, checksums(partial, files_in(partial)))
+        group.barrier()
+
+    def write_behind(self, step: int, fill: Fill, group: Processes) -> None:
+        """The same while training goes on; what became of it is said by `wait`, or by the next."""
+        self.wait()
+        self._begin(step, group)
+        self._behind = self._thread.submit(self._fill_and_seal, step, fill, group)
+
+    def wait(self) -> None:
+        """Until nothing is being written behind."""
+        behind, self._behind = self._behind, None
+        if behind is not None:
+            behind.result()
+
+    def _begin(self, step: int, group: Processes) -> Path:
+        partial = self.path(step).with_suffix(".partial")
+        if group.first:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
-        barrier()
-        fill(partial)
-        barrier()
-        if first:
-            files = sorted(partial.iterdir())
-            write_json(partial / CHECKSUMS, {file.name: checksum(file) for file in files})
-            if final.exists():
-                shutil.rmtree(final)
-            partial.rename(final)
-            sync(self.folder)
-            self._prune()
-        barrier()
+        group.barrier()
+        return partial
+
+    def _fill_and_seal(self, step: int, fill: Fill, group: Processes) -> None:
+        """Only if all processes have written their part. A process that fails says so: the others
+        would wait for it."""
+        partial = self.path(step).with_suffix(".partial")
+        failure = None
+        try:
+            fill(partial, group)
+        except Exception as error:
+            failure = " ".join(str(error).split()) or type(error).__name__
+        if failures := [told for told in group.gather_behind(failure) if told is not None]:
+            raise OSError(f"checkpoint {self.path(step)} was not written: {failures[0]}")
+        mine = files_in(partial)[group.rank :: group.world]
+        parts = group.gather_behind(checksums(partial, mine))
+        if group.first:
+            self._seal(step, dict(sorted(item for part in parts for item in part.items())))
+
+    def _seal(self, step: int, sums: dict[str, str]) -> None:
+        final = self.path(step)
+        partial = final.with_suffix(".partial")
+        write_json(partial / CHECKSUMS, sums)
+        if final.exists():
+            shutil.rmtree(final)
+        partial.rename(final)
+        sync(self.folder)
+        self._prune()
 
     def newest_whole(self, say: Callable[[str], None]) -> int | None:
         """The newest step whose checkpoint is whole; None if the run has no checkpoint at all."""
@@ -83,7 +125,9 @@ def damage(path: Path) -> str | None:
     """What is wrong with a checkpoint; None if nothing is."""
     try:
         expected = read_json(path / CHECKSUMS)
-        if not isinstance(expected, dict) or not {WEIGHTS, MOMENTS, TRAINER} <= expected.keys():
+        names = expected.keys() if isinstance(expected, dict) else set()
+        sharded = any(name.startswith(f"{SHARDS}/") for name in names)
+        if not {TRAINER} | (set() if sharded else {WEIGHTS, MOMENTS}) <= names:
             return f"{CHECKSUMS} is not the list of its files"
         for name, digest in expected.items():
             if checksum(path / name) != digest:
@@ -91,6 +135,14 @@ def damage(path: Path) -> str | None:
     except (OSError, ValueError) as error:
         return str(error)
     return None
+
+
+def files_in(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+def checksums(folder: Path, files: list[Path]) -> dict[str, str]:
+    return {file.relative_to(folder).as_posix(): checksum(file) for file in files}
 
 
 def save_rows(folder: Path, first: int, state: MemoryState) -> None:

@@ -12,18 +12,19 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from melodi.layers.frame import Probe
 from melodi.memory import MemoryState
 from melodi.model import LanguageModel, Scored
 
+Item = TypeVar("Item")
 PATIENCE = timedelta(hours=1)
 """How long the processes wait for each other: the first may be writing a large checkpoint."""
 MOST_GRAPHS = 64
@@ -37,6 +38,10 @@ class Processes:
     rank: int
     world: int
     device: torch.device
+    host: dist.ProcessGroup | None = None
+    """In which the processes talk without their devices; None for a process that stands alone."""
+    behind: dist.ProcessGroup | None = None
+    """The same for the threads that write while training goes on."""
 
     @property
     def first(self) -> bool:
@@ -52,15 +57,31 @@ class Processes:
         return range(self.rank * each, (self.rank + 1) * each)
 
     def barrier(self) -> None:
-        if self.world > 1:
-            dist.barrier()
+        if self.host is not None:
+            dist.barrier(self.host)
 
     def total(self, *values: float) -> list[float]:
-        """Sums over all processes."""
-        tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
-        if self.world > 1:
-            dist.all_reduce(tensor)
+        """Sums over all processes of numbers that are on the host."""
+        tensor = torch.tensor(values, dtype=torch.float64, device="cpu")
+        if self.host is not None:
+            dist.all_reduce(tensor, group=self.host)
         return tensor.tolist()
+
+    def totals(self, sum: Tensor, other: Tensor) -> tuple[float, float]:
+        """The sum over all processes of a number on the device, and one that all have, read
+        together."""
+        if self.world > 1:
+            dist.all_reduce(sum)
+        first, second = torch.stack([sum, other.to(sum)]).tolist()
+        return first, second
+
+    def gather_behind(self, value: Item) -> list[Item]:
+        """What each process says, among the threads that write."""
+        if self.behind is None:
+            return [value]
+        values: list[Any] = [None] * self.world
+        dist.all_gather_object(values, value, self.behind)
+        return values
 
     def any(self, flag: bool) -> bool:
         return self.total(float(flag))[0] > 0
@@ -77,7 +98,8 @@ def processes(device: str | None = None) -> Iterator[Processes]:
         torch.cuda.set_device(place)
     dist.init_process_group("nccl" if place.type == "cuda" else "gloo", timeout=PATIENCE)
     try:
-        yield Processes(dist.get_rank(), dist.get_world_size(), place)
+        host, behind = (dist.new_group(backend="gloo", timeout=PATIENCE) for _ in range(2))
+        yield Processes(dist.get_rank(), dist.get_world_size(), place, host, behind)
     finally:
         dist.destroy_process_group()
 
@@ -129,7 +151,11 @@ def compile_layers(model: LanguageModel, **options: Any) -> None:
 
 
 def distribute(
-    model: LanguageModel, group: Processes, sharding: str, segment_windows: int
+    model: LanguageModel,
+    group: Processes,
+    sharding: str,
+    segment_windows: int,
+    precision: str = "fp32",
 ) -> nn.Module:
     """The model as this process runs it: alone, in DDP, or sharded by FSDP2."""
     forward = NatsForward(model)
@@ -137,7 +163,7 @@ def distribute(
         # Layers return views, which is safe: nothing here changes a tensor in place.
         warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
         for layer in model.layers:
-            fully_shard(layer, reshard_after_forward=False)
+            fully_shard(layer, reshard_after_forward=False, mp_policy=gathered_in(precision))
         fully_shard(forward, reshard_after_forward=False)
         for module in sharded_modules(forward):
             module.set_reshard_after_backward(False)
@@ -146,6 +172,15 @@ def distribute(
         # In a single window nothing is read back, so the memory's writers have no gradient.
         return DistributedDataParallel(forward, find_unused_parameters=segment_windows < 2)
     return forward
+
+
+def gathered_in(precision: str) -> MixedPrecisionPolicy:
+    """How a layer's weights travel: in bf16 as halves, gradients always in float32. What a layer is
+    given and gives stays as autocast has it; the embedding and the tables beside the layers travel
+    whole, so that the residual stream begins in float32."""
+    if precision != "bf16":
+        return MixedPrecisionPolicy()
+    return MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
 
 
 def without_reduction(module: nn.Module, last: bool) -> AbstractContextManager[Any]:

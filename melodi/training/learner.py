@@ -8,6 +8,8 @@
 4. A step whose loss or gradient is not finite is skipped and counted; its memory is dropped.
 """
 
+import copy
+import math
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -15,16 +17,17 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from melodi.boundary import ids_checked
 from melodi.config import ModelConfig
 from melodi.config.training import Execution, TrainConfig
-from melodi.data.segments import Segment, Walker
+from melodi.data.segments import Walker
 from melodi.data.store import Documents
-from melodi.files import read_json, read_tensors, write_json, write_tensors
+from melodi.files import write_tensors
 from melodi.memory import MemoryState
 from melodi.model import LanguageModel
-from melodi.run import set_weights
-from melodi.sharded import gather
-from melodi.training.checkpoint import MOMENTS, TRAINER, WEIGHTS, load_rows, save_rows
+from melodi.precision import autocast
+from melodi.sharded import gather, is_sharded
+from melodi.training.batches import Batch, Batches
 from melodi.training.distributed import (
     Processes,
     compile_layers,
@@ -33,7 +36,8 @@ from melodi.training.distributed import (
     without_reduction,
 )
 from melodi.training.optimizers import make_optimizer, schedule
-from melodi.training.parameters import flatten_state, restore_state
+from melodi.training.parameters import flatten_state
+from melodi.training.snapshot import Snapshot, owner_of, read_checkpoint, read_memory
 
 
 class Learner:
@@ -59,10 +63,14 @@ class Learner:
         self.model.checkpoint_windows = execution.checkpoint_windows
         if execution.compile:
             compile_layers(self.model)
-        self.forward = distribute(self.model, group, execution.sharding, config.segment_windows)
+        self.forward = distribute(
+            self.model, group, execution.sharding, config.segment_windows, config.precision
+        )
+        self.sharded = any(map(is_sharded, self.model.parameters()))
         self.optimizer = make_optimizer(self.model, config.optimizer)
         length = config.segment_windows * model.window
-        self.walker = Walker.shuffled(documents, config.rows, length, config.seed, self.local_rows)
+        walker = Walker.shuffled(documents, config.rows, length, config.seed, self.local_rows)
+        self.batches = Batches(walker, model.vocab_size, pinned=group.device.type == "cuda")
         self.rows_per_part = len(self.local_rows) // config.accumulate
         self.states = [self.model.empty_state(self.rows_per_part) for _ in range(config.accumulate)]
         self.step = 0
@@ -75,16 +83,15 @@ class Learner:
         self.step += 1
         started = time.perf_counter()
         torch.manual_seed((config.seed << 40) + (self.step << 12) + self.group.rank)
-        segment = self.walker.next()
+        batch = self.batches.next()
         data_seconds = time.perf_counter() - started
-        predictions = self.walker.predictions
         rate = self._set_rate()
         self.model.train()
-        nats, states = self._gradients(segment, predictions)
+        nats, states = self._gradients(batch)
         reshard(self.forward)
-        norm = self._gradient_norm()
-        (total,) = self.group.total(nats)
-        if torch.isfinite(norm) and total < float("inf"):
+        # The one place where the host waits for the device.
+        total, norm = self.group.totals(nats, self._gradient_norm())
+        if math.isfinite(norm) and total < float("inf"):
             self.optimizer.step()
             self.states, self.skips_in_a_row = states, 0
         else:  # the weights and the memory stay as they were; the data moves on
@@ -92,34 +99,35 @@ class Learner:
         self.optimizer.zero_grad(set_to_none=True)
         return {
             "nats": total,
-            "predictions": predictions,
+            "predictions": batch.predictions,
             "learning_rate": rate,
-            "gradient_norm": float(norm),
+            "gradient_norm": norm,
             "seconds": time.perf_counter() - started,
             "data_seconds": data_seconds,
         }
 
-    def _gradients(self, segment: Segment, predictions: int) -> tuple[float, list[MemoryState]]:
+    def _gradients(self, batch: Batch) -> tuple[Tensor, list[MemoryState]]:
         """Adds up the gradients of the mean loss over all rows of all processes."""
-        states, nats = [], 0.0
-        device, part = self.group.device, self.rows_per_part
+        states, device, part = [], self.group.device, self.rows_per_part
+        nats = torch.zeros((), dtype=torch.float64, device=device)
         # DDP and FSDP2 average over processes; each contributes its share of the one mean.
-        scale = self.group.world / max(predictions, 1)
+        scale = self.group.world / max(batch.predictions, 1)
+        tokens_BT = batch.tokens_BT.to(device, non_blocking=True)
+        targets_BT = batch.targets_BT.to(device, non_blocking=True)
         for i, state in enumerate(self.states):
-            rows = segment.take(slice(i * part, (i + 1) * part))
-            self.states[i] = state = state.forget(rows.starts)
-            tokens_BT = torch.from_numpy(rows.tokens).to(device)
-            targets_BT = torch.from_numpy(rows.targets).to(device)
-            bf16 = self.config.precision == "bf16"
+            rows = slice(i * part, (i + 1) * part)
+            self.states[i] = state = state.forget(batch.starts_B[rows])
             with without_reduction(self.forward, last=i == len(self.states) - 1):
-                with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
-                    nats_BT, state, extra_loss = self.forward(tokens_BT, targets_BT, state)
+                with autocast(self.config.precision, device), ids_checked():
+                    nats_BT, state, extra_loss = self.forward(
+                        tokens_BT[rows], targets_BT[rows], state
+                    )
                     total = nats_BT.sum()
                 loss = total * scale
                 if extra_loss is not None:
                     loss = loss + extra_loss / len(self.states)
                 loss.backward()
-            nats += total.item()
+            nats += total.detach()
             states.append(state.detach())
         return nats, states
 
@@ -137,52 +145,51 @@ class Learner:
         )
         return gather(norm)
 
-    def whole_weights(self) -> dict[str, Tensor]:
-        """Every process must ask at the same time."""
-        return {name: gather(tensor) for name, tensor in self.model.state_dict().items()}
+    def write_weights(self, path: Path) -> None:
+        """The whole weights, for use. They are gathered one after the other, and written by the
+        first process; every process must come here at the same time."""
+        weights = self.model.state_dict()
+        if self.group.first:
+            write_tensors(path, weights, {"step": str(self.step)}, whole=gather)
+        elif self.sharded:
+            for name in sorted(weights):
+                gather(weights[name])
 
-    def save(self, folder: Path, **more: object) -> None:
+    def snapshot(self, **more: object) -> Snapshot:
         """Everything that the next step depends on, and what else is to be known when it is taken.
-        Of many processes each writes the memory of its own rows, and the first writes the rest."""
-        weights, moments = self.whole_weights(), flatten_state(self.optimizer, self.model)
-        for i, state in enumerate(self.states):
-            save_rows(folder, self.local_rows.start + i * self.rows_per_part, state)
-        if not self.group.first:
-            return
-        write_tensors(folder / WEIGHTS, weights, {"step": str(self.step)})
-        write_tensors(folder / MOMENTS, moments)
-        write_json(
-            folder / TRAINER,
+        Every process must ask at the same time."""
+        weights: dict[str, Tensor] = self.model.state_dict()
+        if self.sharded:
+            weights = {name: w.detach().to("cpu", copy=True) for name, w in weights.items()}
+        owner = owner_of(self.model, self.step, self.sharded)
+        return Snapshot(
+            weights,
+            flatten_state(self.optimizer, self.model, whole=not self.sharded),
+            self._first_rows(),
+            [replace(state, owner=owner) for state in self.states],
             {
                 "step": self.step,
-                "rows": self.walker.state_dict(),
+                "rows": self.batches.state_dict(),
                 "skipped": self.skipped,
                 "skips_in_a_row": self.skips_in_a_row,
-                **more,
+                **copy.deepcopy(more),
             },
+            self.sharded,
         )
 
     def load(self, folder: Path) -> dict[str, object]:
-        """Goes back to what `save` wrote, with any number of processes, and gives what else was
-        to be known."""
-        set_weights(self.model, read_tensors(folder / WEIGHTS)[1], folder / WEIGHTS)
-        restore_state(self.optimizer, self.model, read_tensors(folder / MOMENTS)[1])
-        self.states = self._load_memory(folder)
-        saved = read_json(folder / TRAINER)
-        self.walker.load_state_dict(saved.pop("rows"))
+        """Goes back to a snapshot, with any number of processes, and gives what else was to be
+        known."""
+        saved = read_checkpoint(folder, self.model, self.optimizer, self.group)
         self.step, self.skipped = saved.pop("step"), saved.pop("skipped")
         self.skips_in_a_row = saved.pop("skips_in_a_row")
+        self.batches.load_state_dict(saved.pop("rows"))
+        self.states = read_memory(
+            folder, self.model, self.step, self._first_rows(), self.rows_per_part
+        )
         return saved
 
-    def _load_memory(self, folder: Path) -> list[MemoryState]:
-        """The memory of this process's rows, as the model's own: the model would check whose it is
-        in its forward pass, where the weights of a sharded model cannot be gathered."""
-        ours, owner = self.model.fingerprint(), self.model.empty_state(1).owner
-        first, count = self.local_rows.start, self.rows_per_part
-        states = []
-        for i in range(self.config.accumulate):
-            state = load_rows(folder, first + i * count, count).to(self.group.device)
-            if state.owner.fingerprint() != ours:
-                raise ValueError(f"the memory in {folder} was made with other weights than its own")
-            states.append(replace(state, owner=owner))
-        return states
+    def _first_rows(self) -> list[int]:
+        """The global row with which each part begins."""
+        first = self.local_rows.start
+        return [first + i * self.rows_per_part for i in range(len(self.states))]

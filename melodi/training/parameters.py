@@ -42,17 +42,18 @@ def role_of(module: nn.Module, name: str, parameter: Tensor) -> str:
     return role
 
 
-def flatten_state(optimizer: Optimizer, model: nn.Module) -> dict[str, Tensor]:
+def flatten_state(optimizer: Optimizer, model: nn.Module, whole: bool = True) -> dict[str, Tensor]:
     """A copy of the optimizer's state on the CPU, as "{parameter name}/{state key}".
 
     Numbers become tensors, with their type after the key: "/step:int". With sharded parameters
-    every rank must call this, and every rank gets the whole.
+    every rank must call this, and gets the whole, or else its own shards.
     """
     tensors = {}
     for name, parameter in model.named_parameters():
         for key, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, Tensor):
-                tensors[f"{name}/{key}"] = gather(value).detach().to("cpu", copy=True).contiguous()
+                value = (gather(value) if whole else value).detach()
+                tensors[f"{name}/{key}"] = value.to("cpu", copy=True).contiguous()
             else:
                 kind = type(value).__name__
                 assert kind in NUMBERS, f"{name} has {key} of type {kind}"

@@ -39,6 +39,8 @@ def extended(ours: TrainConfig, wanted: TrainConfig) -> TrainConfig:
             f"{horizon}: a run of {wanted.steps} steps would have had other learning rates from "
             f"the start; begin a new one, with --horizon if it is to stop on the way"
         )
+    if wanted.precision == "auto":  # was found out when the run began
+        wanted = replace(wanted, precision=ours.precision)
     wanted = replace(wanted, horizon=horizon)
     for field in dataclasses.fields(TrainConfig):
         before, after = (

@@ -7,15 +7,17 @@ to say about them, and when they are written down, so that a run can be killed a
 import contextlib
 import shutil
 import signal
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from melodi.config import ModelConfig
 from melodi.config.training import Execution, TrainConfig
 from melodi.data.store import TokenStore
 from melodi.evaluation.documents import Evaluation
 from melodi.evaluation.probes import gates
-from melodi.files import locked, replacing, write_tensors
+from melodi.files import locked, replacing
+from melodi.precision import resolve
 from melodi.run import BEST, LAST, Run
 from melodi.training.checkpoint import WEIGHTS, Checkpoints
 from melodi.training.distributed import Processes
@@ -44,6 +46,7 @@ def train(
         config = continued(run, model, config, store, preset)
     else:
         run.check_new()
+        config = replace(config, precision=found_precision(config, model, group))
     check_vocabulary(model, store)
     if group.first:
         store.verify("train", "validation")
@@ -56,6 +59,14 @@ def train(
             run.create(model, config, store, preset)
         group.barrier()
         return trainer.run_all()
+
+
+def found_precision(
+    config: TrainConfig, model: ModelConfig, group: Processes
+) -> Literal["fp32", "bf16"]:
+    """What "auto" means for the first process, for all."""
+    found = group.first and resolve(config.precision, group.device, model.width, model.ffn_width)
+    return "bf16" if group.any(found == "bf16") else "fp32"
 
 
 class Trainer:
@@ -87,7 +98,13 @@ class Trainer:
         config = self.config
         result = Evaluation()
         self._introduce()
-        with Interruption() as interrupted, self.reporter.begin(self.step):
+        # Whatever ends the run, a checkpoint that is being written is finished.
+        with (
+            Interruption() as interrupted,
+            contextlib.ExitStack() as stack,
+            self.reporter.begin(self.step),
+        ):
+            stack.callback(self.checkpoints.wait)
             while self.step < config.steps:
                 self.meter.add(figures := self.learner.take_step())
                 self.reporter.step_done(self.step, self.meter)
@@ -99,7 +116,7 @@ class Trainer:
                     result = self._validate()
                 stop = self.group.any(interrupted.wanted)
                 if self.step % config.save_every == 0 or done or stop:
-                    self.save()
+                    self.save(last=done or stop)
                 if stop and not done:
                     raise KeyboardInterrupt(
                         f"stopped after step {self.step}: the same command with --resume goes on",
@@ -107,16 +124,19 @@ class Trainer:
                     )
         return result
 
-    def save(self) -> None:
-        """A checkpoint, and the weights for use."""
-
-        def fill(folder: Path) -> None:
-            self.learner.save(folder, best=self.best, meter=self.meter.state_dict())
-
-        self.checkpoints.write(self.step, fill, self.group.first, self.group.barrier)
-        if self.group.first:
-            with replacing(self.run.folder / LAST) as place:
-                shutil.copyfile(self.checkpoints.path(self.step) / WEIGHTS, place)
+    def save(self, last: bool = False) -> None:
+        """A checkpoint, and the weights for use; of a sharded model those only with the last."""
+        snapshot = self.learner.snapshot(best=self.best, meter=self.meter.state_dict())
+        if not snapshot.sharded:
+            self.checkpoints.write(self.step, snapshot.write, self.group)
+            if self.group.first:
+                with replacing(self.run.folder / LAST) as place:
+                    shutil.copyfile(self.checkpoints.path(self.step) / WEIGHTS, place)
+            return
+        self.checkpoints.write_behind(self.step, snapshot.write, self.group)
+        if last:
+            self.learner.write_weights(self.run.folder / LAST)
+            self.checkpoints.wait()
 
     def restore(self) -> None:
         """Goes back to the newest whole checkpoint; to the start if there is none."""
@@ -136,7 +156,7 @@ class Trainer:
         self.reporter.say(f"resuming {self.run.folder} after step {step}")
 
     def _introduce(self) -> None:
-        model, walker = self.learner.model, self.learner.walker
+        model, walker = self.learner.model, self.learner.batches.walker
         for line in introduction(self.run, model, walker, self.config, self.group.device):
             self.reporter.say(line)
         if not len(self.store.split("validation")):
@@ -154,6 +174,7 @@ class Trainer:
                 f"{figures['gradient_norm']}"
             )
         if in_a_row >= MOST_SKIPS:
+            self.checkpoints.wait()
             saved = [str(self.checkpoints.path(step)) for step in self.checkpoints.steps()]
             raise ValueError(
                 f"{in_a_row} steps in a row, up to step {self.step}, had a loss or gradient that "
@@ -164,7 +185,7 @@ class Trainer:
     def _log(self) -> None:
         """At each interval the meter starts again; a run that ends between two keeps its sums."""
         signs = gates(self.learner.model)
-        about = {"epoch": self.learner.walker.epoch, "skipped": self.learner.skipped}
+        about = {"epoch": self.learner.batches.epoch, "skipped": self.learner.skipped}
         record = {"step": self.step, **self.meter.record(), **signs, **about}
         self.reporter.record(record)
         shown = [shown_figures(record), *[f"{name} {value:.2f}" for name, value in signs.items()]]
@@ -195,9 +216,7 @@ class Trainer:
         )
         if result.loss < self.best:
             self.best = result.loss
-            weights = learner.whole_weights()
-            if self.group.first:
-                write_tensors(self.run.folder / BEST, weights, {"step": str(self.step)})
+            learner.write_weights(self.run.folder / BEST)
         return result
 
 

@@ -1,4 +1,5 @@
-"""Validation during training: whole documents, shared out over the processes."""
+"""Validation during training: whole documents, shared out over the processes, in the precision of
+the run."""
 
 from torch import nn
 
@@ -7,6 +8,7 @@ from melodi.data.store import Documents
 from melodi.evaluation.documents import Evaluation, choose, evaluate
 from melodi.evaluation.probes import memory_shares
 from melodi.model import LanguageModel
+from melodi.precision import autocast
 from melodi.training.distributed import Processes
 
 SHARE_WINDOWS = 16
@@ -25,15 +27,16 @@ def validate(
     if not chosen:
         return Evaluation()
     rows = -(-min(len(chosen), 8) // group.world) * group.world
-    result = evaluate(
-        model,
-        documents,
-        chosen,
-        rows=rows,
-        segment_windows=config.segment_windows,
-        nats=forward,
-        mine=group.share(rows),
-    )
+    with autocast(config.precision, group.device):
+        result = evaluate(
+            model,
+            documents,
+            chosen,
+            rows=rows,
+            segment_windows=config.segment_windows,
+            nats=forward,
+            mine=group.share(rows),
+        )
     return Evaluation.from_array(group.total(*result.to_array()))
 
 
@@ -43,4 +46,5 @@ def attention_to_memory(
     """The share of attention that the first validation document spends on its past."""
     first = choose(documents, config.validation_tokens)[0]
     sample = documents[first][: SHARE_WINDOWS * model.config.window]
-    return memory_shares(model, sample, forward)
+    with autocast(config.precision, model.embedding.weight.device):
+        return memory_shares(model, sample, forward)

@@ -13,7 +13,7 @@ import pytest
 from texts import contents, stories, texts_of, write_folder
 
 from melodi.cli.prepare import prepare as prepare_command
-from melodi.data import text, writer
+from melodi.data import appender, text, writer
 from melodi.data.prepare import prepare
 from melodi.data.store import SPLITS, TokenStore
 from melodi.data.text import Document
@@ -117,7 +117,7 @@ def test_interrupted_equals_uninterrupted(
     """Stopped at random moments and continued, a store has the same bytes as in one go."""
     monkeypatch.setattr(text, "PIECE", 64)
     prepare([folder], tmp_path / "whole", vocab_size=280)
-    monkeypatch.setattr(writer, "SAVE_SECONDS", save_seconds)
+    monkeypatch.setattr(appender, "SAVE_SECONDS", save_seconds)
     pieces, write_split = Document.pieces, writer.StoreWriter._write_split
     draw = random.Random(seed)
     patience = 0
@@ -157,9 +157,9 @@ def test_killed_equals_uninterrupted(folder: Path, tmp_path: Path) -> None:
     has begun, and further on."""
     command = (
         "import os, sys\n"
-        "from melodi.data import text, writer\n"
+        "from melodi.data import appender, text\n"
         "from melodi.data.prepare import prepare\n"
-        "text.PIECE, writer.SAVE_SECONDS = 64, 0\n"
+        "text.PIECE, appender.SAVE_SECONDS = 64, 0\n"
         "fsync, left = os.fsync, int(sys.argv[3])\n"
         "def deadly(file):\n"
         "    global left\n"
@@ -338,7 +338,7 @@ def test_a_full_disk_is_named_and_costs_nothing(
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(writer.Appender, "append", full)
+        patch.setattr(appender.Appender, "append", full)
         with pytest.raises(OSError, match=r"store .*out cannot be written \(No space left"):
             prepare([folder], tmp_path / "out", tokenizer="bytes")
     prepare([folder], tmp_path / "out", tokenizer="bytes").verify()

@@ -1,0 +1,64 @@
+"""In which numbers products are computed: float32, or bfloat16 where the machine gains from it.
+
+- "bf16" is torch's autocast: weights, memory, residual stream, norms and the loss stay in float32.
+- "auto" asks the machine. A GPU says whether it has bfloat16; on a CPU a product of the model's
+  shape is timed in both, because without instructions for it bfloat16 is many times slower.
+"""
+
+import statistics
+import time
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+CLEARLY = 1.5
+"""On a CPU products must be so many times faster: of a whole step they are only a part."""
+HOPELESS = 0.25
+"""Where they are that much slower, two tries are enough."""
+TRIES = 5
+
+
+def resolve(precision: str, device: torch.device, width: int, ffn_width: int) -> str:
+    """What "auto" means on this machine, "fp32" or "bf16"; the other two as they are."""
+    if precision != "auto":
+        return precision
+    if device.type == "cuda":
+        return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
+    if device.type != "cpu":
+        return "fp32"
+    return "bf16" if bf16_gain(width, ffn_width) >= CLEARLY else "fp32"
+
+
+def bf16_gain(width: int, ffn_width: int) -> float:
+    """How many times faster this CPU multiplies in bfloat16; measured in a tenth of a second."""
+    shapes = (128, min(width, 256)), (min(ffn_width, 1024), min(width, 256))
+    single, half = (
+        [torch.ones(shape, dtype=dtype, device="cpu") for shape in shapes]
+        for dtype in (torch.float32, torch.bfloat16)
+    )
+    _seconds(*single), _seconds(*half)  # the first time both are prepared
+    gains: list[float] = []
+    while len(gains) < TRIES and not (len(gains) > 1 and max(gains) < HOPELESS):
+        gains.append(_seconds(*single) / _seconds(*half))
+    return statistics.median(gains)
+
+
+def _seconds(inputs: torch.Tensor, weights: torch.Tensor) -> float:
+    with torch.inference_mode():
+        started = time.perf_counter()
+        F.linear(inputs, weights)
+        return time.perf_counter() - started
+
+
+def autocast(precision: str, device: torch.device) -> AbstractContextManager[Any]:
+    """Around a forward pass, in training and in use."""
+    return torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16")
+
+
+def use_tensor_cores(device: torch.device) -> None:
+    """float32 products on a GPU in TF32: eight times as fast on an A100, inputs rounded to 10 bits
+    of mantissa. NVIDIA_TF32_OVERRIDE=0 in the environment forbids it."""
+    if device.type == "cuda":
+        torch.set_float32_matmul_precision("high")
