@@ -45,7 +45,8 @@ SIBLINGS = {
     ],
     "stream": ["sampling", "source", "spoken", "reader"],
     "evaluation": [
-        *["tallies", "intervals", "documents", "record", "probes", "texts", "contents", "recall"],
+        *["tallies", "intervals", "documents", "drops", "probes", "record", "texts", "contents"],
+        *["tasks", "recall"],
     ],
     "training": ["distributed", "parameters", "optimizers", "checkpoint", "learner", "trainer"],
     "paper": ["costs", "recipes", "reproduce", "report"],
