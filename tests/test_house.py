@@ -46,9 +46,11 @@ SIBLINGS = {
     "stream": ["sampling", "source", "spoken", "reader"],
     "evaluation": [
         *["tallies", "intervals", "documents", "drops", "probes", "record", "texts", "contents"],
-        *["tasks", "recall"],
+        *["tasks", "recall", "curves"],
     ],
-    "training": ["distributed", "parameters", "optimizers", "checkpoint", "learner", "trainer"],
+    "training": [
+        *["distributed", "parameters", "optimizers", "tiny", "checkpoint", "learner", "trainer"],
+    ],
     "paper": ["costs", "recipes", "reproduce", "report"],
     "hf": ["modeling", "export"],
     "bench": [
@@ -57,7 +59,7 @@ SIBLINGS = {
     ],
     "cli": [
         *["console", "prepare", "train", "evaluate", "read", "generate", "inspect", "memory"],
-        *["export", "bench"],
+        *["export", "bench", "recall"],
     ],
 }
 """The same inside each folder. A file that is not listed may stand anywhere, but in no circle."""
@@ -150,7 +152,7 @@ def test_public_names_stay() -> None:
     fields += "recurrent_states memory_slots top_k dropout"
     assert set(fields.split()) <= {field.name for field in dataclasses.fields(melodi.ModelConfig)}
     commands = {"prepare", "train", "eval", "read", "generate", "inspect", "report", "memory"}
-    assert commands | {"export", "bench"} <= set(COMMANDS)
+    assert commands | {"export", "bench", "recall"} <= set(COMMANDS)
 
 
 def test_unknown_names_are_refused() -> None:

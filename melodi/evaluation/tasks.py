@@ -47,7 +47,7 @@ class Sizes:
     """Values that an answer can have."""
     keys: int = 32
     """Names that values can have."""
-    facts: int = 1
+    facts: int = 2
     """Pairs of a key and a value in each window, and questions, where a window has several."""
 
     def __post_init__(self) -> None:
