@@ -46,7 +46,7 @@ SIBLINGS = {
     "stream": ["sampling", "source", "spoken", "reader"],
     "evaluation": [
         *["tallies", "intervals", "documents", "drops", "probes", "record", "texts", "contents"],
-        *["tasks", "recall", "curves"],
+        *["pages", "tasks", "recall", "curves"],
     ],
     "training": [
         *["distributed", "parameters", "optimizers", "tiny", "checkpoint", "learner", "trainer"],

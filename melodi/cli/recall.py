@@ -62,7 +62,7 @@ def recall(args: list[str]) -> None:
     from melodi.evaluation.curves import draw_recall
 
     if options.task == "forgetting" and not options.run:
-        raise ValueError("forgetting is measured on runs: give one or more with --run")
+        raise ValueError("forgetting curves are measured on runs: give one or more with --run")
     if options.run and options.task not in OF_RUNS:
         raise ValueError(
             f"--run with {options.task}: a run knows no such tokens; choose one of "

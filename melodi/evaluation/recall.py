@@ -33,18 +33,22 @@ SENTENCE, CANDIDATES, KEY_DIGITS = " The pass key is", 10, 5
 
 
 def accuracy(
-    model: LanguageModel, task: Task, rows: int = 256, seed: int = 1
+    model: LanguageModel, task: Task, rows: int = 256, seed: int = 1, with_memory: bool = True
 ) -> list[dict[str, Any]]:
-    """The share of right answers by distance in windows, and the questions behind it."""
+    """The share of right answers by distance in windows, and the questions behind it; memory is
+    kept, or dropped at every window."""
     examples = task.make(np.random.default_rng([seed, 1]), rows)
-    device = model.embedding.weight.device
+    tokens_RT, asked_RT = examples.tokens_RT, examples.targets_RT >= 0
+    if not with_memory:  # every window is a document
+        tokens_RT, asked_RT = (a.reshape(-1, task.sizes.window) for a in (tokens_RT, asked_RT))
     with evaluating(model):
-        tokens_RT = torch.from_numpy(examples.tokens_RT).to(device)
-        x_RTD, _, _ = model.hidden(tokens_RT, model.empty_state(rows))
-        asked_RT = examples.targets_RT >= 0
+        device = model.embedding.weight.device
+        state = model.empty_state(len(tokens_RT))
+        x_RTD, _, _ = model.hidden(torch.from_numpy(tokens_RT).to(device), state)
         logits = model.logits(x_RTD[torch.from_numpy(asked_RT).to(device)])
         # Other tokens are no answer: a model at chance is right once in as many as there are.
         chosen = logits[:, : task.vocabulary.answers].argmax(-1).cpu().numpy()
+    asked_RT = examples.targets_RT >= 0
     right = chosen == examples.targets_RT[asked_RT]
     distances = examples.distances_RT[asked_RT]
     return [

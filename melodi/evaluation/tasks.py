@@ -10,10 +10,12 @@ the fact stood, and none from an earlier answer.
   the key's value.
 - mqar: multi-query associative recall. Every window has new keys with values and asks for keys of
   windows before it, all distances alike.
+- facts: the same, where a key and its value are one token: nothing has to be bound together, only
+  held, so that the two difficulties can be told apart.
 - rewrite: a few keys that get new values again and again; the last one counts.
 - copy: a sequence in the first window is to be repeated in one later window, token by token.
 
-Shapes: R rows, T tokens of a document, K windows, W tokens of a window, n slots of a window.
+Shapes: R rows, K windows, f facts of a window, k keys.
 """
 
 from collections.abc import Callable
@@ -22,19 +24,8 @@ from typing import NamedTuple
 
 import numpy as np
 from numpy.random import Generator
-from numpy.typing import NDArray
 
-Ints = NDArray[np.int64]
-
-
-class Examples(NamedTuple):
-    """Documents of a task."""
-
-    tokens_RT: Ints
-    targets_RT: Ints
-    """The answer at the last token of each question, -1 elsewhere."""
-    distances_RT: Ints
-    """Windows from the fact to the question, -1 where nothing is asked."""
+from melodi.evaluation.pages import Examples, Page, language, slots
 
 
 @dataclass(frozen=True)
@@ -64,11 +55,13 @@ class Sizes:
 
 
 class Vocabulary(NamedTuple):
-    """The ids of a task: answers first, from 0; then keys, fillers, and the two signs."""
+    """The ids of a task: answers first, from 0; then keys, fillers, facts that are one token each,
+    and the two signs."""
 
     answers: int
     keys: int
     fillers: int
+    facts: int = 0
 
     @property
     def first_key(self) -> int:
@@ -79,9 +72,13 @@ class Vocabulary(NamedTuple):
         return self.answers + self.keys
 
     @property
+    def first_fact(self) -> int:
+        return self.first_filler + self.fillers
+
+    @property
     def says(self) -> int:
         """The sign before a fact."""
-        return self.answers + self.keys + self.fillers
+        return self.first_fact + self.facts
 
     @property
     def asks(self) -> int:
@@ -124,7 +121,7 @@ def task(name: str, sizes: Sizes | None = None) -> Task:
 
 def passkey(random: Generator, rows: int, s: Sizes, v: Vocabulary) -> Examples:
     """A key of the sign and digits; the questions are keys that name a digit's place."""
-    page = Page(random.integers(v.first_filler, v.says, (rows, s.windows, s.window)))
+    page = Page(random.integers(v.first_filler, v.first_fact, (rows, s.windows, s.window)))
     digits_R3 = random.integers(v.answers, size=(rows, DIGITS))
     said = np.column_stack([np.full(rows, v.says), digits_R3])
     page.write(0, random.integers(s.window - DIGITS, size=rows), said)
@@ -138,7 +135,8 @@ def passkey(random: Generator, rows: int, s: Sizes, v: Vocabulary) -> Examples:
 
 def needle(random: Generator, rows: int, s: Sizes, v: Vocabulary) -> Examples:
     """One key and value, said in any window but the last, asked for in all after it."""
-    page = Page(language(random, rows, s, v))
+    words_RT = language(random, (rows, s.windows * s.window), v.fillers)
+    page = Page((v.first_filler + words_RT).reshape(rows, s.windows, s.window))
     key_R = v.first_key + random.integers(v.keys, size=rows)
     value_R = random.integers(v.answers, size=rows)
     window_R = random.integers(s.windows - 1, size=rows)
@@ -153,16 +151,20 @@ def needle(random: Generator, rows: int, s: Sizes, v: Vocabulary) -> Examples:
 
 def mqar(random: Generator, rows: int, s: Sizes, v: Vocabulary) -> Examples:
     """Keys never come twice; the distance of a question is drawn first, then the fact."""
-    page = Page(random.integers(v.first_filler, v.says, (rows, s.windows, s.window)))
+    page = Page(random.integers(v.first_filler, v.first_fact, (rows, s.windows, s.window)))
     keys_RKf = random.permuted(np.tile(np.arange(v.keys), (rows, 1)), axis=1)
     keys_RKf = v.first_key + keys_RKf.reshape(rows, s.windows, s.facts)
     values_RKf = random.integers(v.answers, size=keys_RKf.shape)
     row_R = np.arange(rows)
     for k in range(s.windows):
-        places = slots(random, rows, s)
+        places = slots(random, rows, s.window)
         for fact in range(s.facts):
-            said = np.column_stack([keys_RKf[:, k, fact], values_RKf[:, k, fact]])
-            page.write(k, places[:, fact], said)
+            key_R, value_R = keys_RKf[:, k, fact], values_RKf[:, k, fact]
+            if v.facts:
+                joined_R = v.first_fact + (key_R - v.first_key) * v.answers + value_R
+                page.write(k, places[:, fact], joined_R[:, None])
+            else:
+                page.write(k, places[:, fact], np.column_stack([key_R, value_R]))
             if k:
                 distance_R = random.integers(1, k + 1, rows)
                 other_R = random.integers(s.facts, size=rows)
@@ -175,12 +177,12 @@ def mqar(random: Generator, rows: int, s: Sizes, v: Vocabulary) -> Examples:
 
 def rewrite(random: Generator, rows: int, s: Sizes, v: Vocabulary) -> Examples:
     """Each window gives new values to some keys and asks for others, or for the same as before."""
-    page = Page(random.integers(v.first_filler, v.says, (rows, s.windows, s.window)))
+    page = Page(random.integers(v.first_filler, v.first_fact, (rows, s.windows, s.window)))
     value_Rk = np.zeros((rows, v.keys), np.int64)
     last_Rk = np.full((rows, v.keys), -1)
     row_R = np.arange(rows)
     for k in range(s.windows):
-        places = slots(random, rows, s)
+        places = slots(random, rows, s.window)
         if k:
             for fact in range(s.facts):
                 # Any key that has a value, all alike: noise decides among them.
@@ -201,7 +203,7 @@ def rewrite(random: Generator, rows: int, s: Sizes, v: Vocabulary) -> Examples:
 
 def copy(random: Generator, rows: int, s: Sizes, v: Vocabulary) -> Examples:
     """The sequence fills half a window; its repetition is shown as it would be written."""
-    page = Page(random.integers(v.first_filler, v.says, (rows, s.windows, s.window)))
+    page = Page(random.integers(v.first_filler, v.first_fact, (rows, s.windows, s.window)))
     length, row_R = s.window // 2 - 1, np.arange(rows)
     sequence = random.integers(v.answers, size=(rows, length))
     place_R = random.integers(s.window - length, size=rows)
@@ -222,68 +224,12 @@ TASKS: dict[
     "passkey": (lambda s: Vocabulary(10, DIGITS, FILLERS), passkey),
     "needle": (lambda s: Vocabulary(s.answers, s.keys, WORDS), needle),
     "mqar": (lambda s: Vocabulary(s.answers, s.windows * s.facts, FILLERS), mqar),
+    "facts": (
+        lambda s: Vocabulary(
+            s.answers, s.windows * s.facts, FILLERS, s.windows * s.facts * s.answers
+        ),
+        mqar,
+    ),
     "rewrite": (lambda s: Vocabulary(s.answers, 4 * s.facts, FILLERS), rewrite),
     "copy": (lambda s: Vocabulary(s.answers, 1, FILLERS), copy),
 }
-
-
-class Page:
-    """Documents that are being written."""
-
-    def __init__(self, tokens_RKW: Ints) -> None:
-        self.tokens = tokens_RKW
-        self.targets = np.full_like(tokens_RKW, -1)
-        self.distances = np.full_like(tokens_RKW, -1)
-        self.rows = np.arange(len(tokens_RKW))
-
-    def write(self, window: int | Ints, place_R: Ints, tokens_Rn: Ints) -> None:
-        """Puts the same number of tokens into a window of each row."""
-        for i in range(tokens_Rn.shape[1]):
-            self.tokens[self.rows, window, place_R + i] = tokens_Rn[:, i]
-
-    def ask(
-        self,
-        window: int,
-        place_R: Ints,
-        question_Rn: Ints,
-        answer_R: Ints,
-        distance_R: Ints,
-        asked_R: NDArray[np.bool_] | None = None,
-    ) -> None:
-        """Puts a question into a window of each row, or of the rows that can be asked."""
-        rows = self.rows if asked_R is None else self.rows[asked_R]
-        last = question_Rn.shape[1] - 1
-        for i in range(last + 1):
-            self.tokens[rows, window, place_R[rows] + i] = question_Rn[rows, i]
-        self.targets[rows, window, place_R[rows] + last] = answer_R[rows]
-        self.distances[rows, window, place_R[rows] + last] = distance_R[rows]
-
-    def forget_rewritten(self, window: int, keys_Rf: Ints) -> None:
-        """Takes back the questions of a window for keys that it gives a new value to."""
-        asked_RW = self.targets[:, window] >= 0
-        again_RW = (self.tokens[:, window, :, None] == keys_Rf[:, None]).any(-1) & asked_RW
-        self.targets[:, window][again_RW] = -1
-        self.distances[:, window][again_RW] = -1
-
-    def examples(self) -> Examples:
-        rows = len(self.tokens)
-        return Examples(
-            *[array.reshape(rows, -1) for array in (self.tokens, self.targets, self.distances)]
-        )
-
-
-def slots(random: Generator, rows: int, s: Sizes) -> Ints:
-    """Places of a window for two tokens each, in random order, so that nothing overlaps."""
-    return 2 * random.random((rows, s.window // 2)).argsort(1)
-
-
-def language(random: Generator, rows: int, s: Sizes, v: Vocabulary) -> Ints:
-    """A text in which frequent words follow each other as in a language: word i is 1/i as frequent
-    as the first, and half of the words follow from the one before them."""
-    frequency = 1 / np.arange(1, v.fillers + 1)
-    shape = rows, s.windows * s.window
-    words = random.choice(v.fillers, shape, p=frequency / frequency.sum())
-    follows = random.random(shape) < 0.5
-    for t in range(1, shape[1]):
-        words[:, t] = np.where(follows[:, t], (5 * words[:, t - 1] + 3) % v.fillers, words[:, t])
-    return (v.first_filler + words).reshape(rows, s.windows, s.window)
