@@ -40,7 +40,8 @@ def accuracy(
     examples = task.make(np.random.default_rng([seed, 1]), rows)
     tokens_RT, asked_RT = examples.tokens_RT, examples.targets_RT >= 0
     if not with_memory:  # every window is a document
-        tokens_RT, asked_RT = (a.reshape(-1, task.sizes.window) for a in (tokens_RT, asked_RT))
+        tokens_RT = tokens_RT.reshape(-1, task.sizes.window)
+        asked_RT = asked_RT.reshape(tokens_RT.shape)
     with evaluating(model):
         device = model.embedding.weight.device
         state = model.empty_state(len(tokens_RT))
