@@ -7,13 +7,18 @@ import pytest
 import torch
 from numpy.typing import NDArray
 from tiny_runs import make_store, model_config
+from zoo import KINDS
 
 from melodi import LanguageModel
 from melodi.data.store import TokenStore
 from melodi.evaluation import intervals
 from melodi.evaluation.documents import evaluate
+from melodi.evaluation.drops import PARTS, remaining, without
 from melodi.evaluation.intervals import Interval, bootstrap, paired
+from melodi.evaluation.probes import attention
+from melodi.evaluation.record import Reading, figures
 from melodi.evaluation.tallies import PerDocument
+from melodi.layers.gate import Gate
 
 
 def losses(random: np.random.Generator, count: int) -> tuple[NDArray[np.float64], NDArray[np.int_]]:
@@ -122,3 +127,79 @@ def test_sums_of_documents_are_those_of_each_alone(store: TokenStore, model: Lan
         alone = evaluate(model, documents, [i], rows=1)
         assert each.nats[i] == pytest.approx(alone.nats, rel=1e-5)
         assert each.predictions[i] == alone.predictions
+
+
+def test_one_memory_can_be_left_out(store: TokenStore, model: LanguageModel) -> None:
+    """With the gate shut, nothing changes without long-term memory, and without short-term memory
+    the model reads as if all were dropped at every window; with the gate open both matter."""
+    documents, chosen = store.split("train"), [0, 1, 5]
+    (gate,) = [module for module in model.modules() if isinstance(module, Gate)]
+
+    def nats(lacking: str) -> float:
+        left = without(model, lacking) if lacking in PARTS else model
+        assert left is not None
+        return evaluate(left, documents, chosen, with_memory=lacking != "memory").nats
+
+    opened = {lacking: nats(lacking) for lacking in ("nothing", "memory", *PARTS)}
+    assert len({round(value, 3) for value in opened.values()}) == 4
+    with torch.no_grad():
+        for parameter in gate.parameters():
+            parameter.fill_(-1e9)
+    assert nats("long_term") == pytest.approx(nats("nothing"), rel=1e-6)
+    assert nats("short_term") == pytest.approx(nats("memory"), rel=1e-6)
+    assert nats("long_term") == pytest.approx(opened["long_term"], rel=1e-6)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_says_which_memory_it_can_lack(kind: str) -> None:
+    """Only what has both, and never to the cost of the other."""
+    config = model_config(kind)
+    left = {part: remaining(config, part) for part in PARTS}
+    both = all(config.memory_floats())
+    for i, part in enumerate(PARTS):
+        found = left[part]
+        if found is not None:
+            assert both
+            assert found.memory_floats()[i] == 0
+            assert found.memory_floats()[1 - i] == config.memory_floats()[1 - i]
+    if "long" in config.layers and not config.copy_short_to_long:
+        assert None not in left.values()
+    if set(config.layers) == {"xl", "memorizing"}:
+        assert left["long_term"] is not None
+
+
+def test_loss_by_place(store: TokenStore, model: LanguageModel) -> None:
+    """Every prediction is counted once, by its place in the window and by the windows before it;
+    the first window is the same without memory."""
+    documents, window = store.split("train"), model.config.window
+    read = Reading(documents, list(range(len(documents))), 3, 2)
+    kept, dropped = read(model, "nothing"), read(model, "memory")
+    for tally in (kept.places, kept.windows, dropped.places, dropped.windows):
+        assert sum(bucket["predictions"] for bucket in tally.means()) == kept.sums.predictions
+        nats = sum(bucket["nats"] * bucket["predictions"] for bucket in tally.means())
+        assert nats == pytest.approx(tally.nats.sum())
+    first, *later = kept.windows.means()
+    most = int(documents.lengths.max()) - 2
+    assert [bucket["first"] for bucket in (first, *later)] == [0, 1, 2, 4, 8, 16, 32][
+        : len(later) + 1
+    ]
+    assert later[-1]["first"] <= most // window < 2 * later[-1]["first"]
+    assert first["nats"] == pytest.approx(dropped.windows.means()[0]["nats"], rel=1e-5)
+    assert first["predictions"] == np.minimum(documents.lengths - 1, window).sum()
+    starts = kept.places.means()[0]
+    assert starts["predictions"] == (-(-(documents.lengths - 1) // window)).sum()
+    record = figures([kept, dropped])
+    assert record["perplexity"] == kept.sums.perplexity
+    assert record["perplexity_interval"]["value"] == pytest.approx(record["perplexity"])
+    worth = record["worth"]["memory"]["value"]
+    assert worth == pytest.approx(dropped.sums.loss - kept.sums.loss, rel=1e-6)
+
+
+def test_attention_says_what_it_is_of(store: TokenStore, model: LanguageModel) -> None:
+    """Documents shorter than a window have no past, and are not measured."""
+    documents, window = store.split("train"), model.config.window
+    found = attention(model, documents, list(range(len(documents))))
+    assert found["documents"] == 4
+    assert window < found["tokens"] <= 4 * 16 * window
+    assert 0 < found["shares"]["past"] < 1
+    assert any("/age/2" in name for name in found["shares"])

@@ -17,6 +17,7 @@ COMMANDS = {
     "read": ("melodi.cli.read:read", "Documents to nats per token and a memory file."),
     "generate": ("melodi.cli.generate:generate", "A continuation of a prompt or a memory file."),
     "inspect": ("melodi.cli.inspect:inspect", "What a memory file holds."),
+    "recall": ("melodi.cli.recall:recall", "How far back models and runs remember."),
     "reproduce": ("melodi.cli.reproduce:reproduce", "A table or figure of the paper."),
     "report": ("melodi.cli.report:report", "Run and recipe folders to tables and plots."),
     "memory": ("melodi.cli.memory:memory", "What a preset costs in floats and bytes."),

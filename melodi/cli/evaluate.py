@@ -2,11 +2,14 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
 from melodi.cli.console import check_at_least, device_named, parse, print_table, use_threads
+
+if TYPE_CHECKING:
+    from melodi.run import Run
 
 RunFolder = Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
 Texts = Annotated[
@@ -26,6 +29,9 @@ class EvalArgs:
     """Documents that are read at the same time."""
     max_tokens: int | None = None
     """Read whole documents until they hold about this many tokens; all of them when not given."""
+    drops: bool = False
+    """Read once more without short-term memory, and once without long-term memory, where a model
+    has both."""
     threads: int | None = None
     """CPU threads; torch's own choice when not given."""
     device: str | None = None
@@ -60,7 +66,10 @@ def eval_(args: list[str]) -> None:
     model = load(options.run).to(device)
     store = run.open_store(options.data)
     store.verify(options.split)
-    record = evaluate_run(model, run, store, options.split, options.rows, options.max_tokens)
+    record = evaluate_run(
+        model, run, store, options.split, options.rows, options.max_tokens, options.drops
+    )
+    record["costs"] = costs(run, record["step"])
     if options.json:
         print(json_text(record, indent=2))
     else:
@@ -69,17 +78,61 @@ def eval_(args: list[str]) -> None:
     write_record(run, record)
 
 
+def costs(run: "Run", step: int | None) -> dict[str, Any]:
+    """What the model holds and what its training took up to this step: tokens as its metrics count
+    them, and twice as many FLOPs as multiply-adds, with full memory."""
+    from melodi.bench.operations import TRAINING, per_token
+    from melodi.paper.costs import cost
+
+    config = run.configs()[0]
+    lines = [line for line in run.read_metrics() if step is None or line["step"] <= step]
+    tokens = sum(line.get("tokens", 0) for line in lines)
+    return {
+        **cost(config),
+        "training_tokens": tokens,
+        "training_flops": 2 * TRAINING * per_token(config) * tokens,
+        "reading_flops_per_token": 2 * per_token(config),
+    }
+
+
 def print_evaluation(run: Path, record: dict[str, Any]) -> None:
+    lacking = [name for name in ("memory", "short_term", "long_term") if name in record["worth"]]
     print_table(
         f"{run}: {record['documents']} {record['split']} documents, "
-        f"{record['predictions']:,} predictions",
-        ["", "perplexity", "bits per byte"],
+        f"{record['predictions']:,} predictions; 95 % intervals over documents",
+        ["", "perplexity", "interval", "bits per byte", "worth in nats", "interval"],
         [
-            ["memory kept", f"{record['perplexity']:.3f}", f"{record['bits_per_byte']:.4f}"],
-            [
-                "memory dropped at every window",
-                f"{record['perplexity_without_memory']:.3f}",
-                f"{record['bits_per_byte_without_memory']:.4f}",
+            figures_of(record, "memory kept", "", None),
+            *[
+                figures_of(record, DROPPED[name], f"_without_{name}", record["worth"][name])
+                for name in lacking
             ],
         ],
     )
+
+
+DROPPED = {
+    "memory": "memory dropped at every window",
+    "short_term": "short-term memory dropped",
+    "long_term": "long-term memory dropped",
+}
+
+
+def figures_of(
+    record: dict[str, Any], label: str, suffix: str, worth: dict[str, float] | None
+) -> list[str]:
+    between = record[f"perplexity_interval{suffix}"]
+    return [
+        label,
+        f"{record[f'perplexity{suffix}']:.3f}",
+        ends(between, 3),
+        f"{record[f'bits_per_byte{suffix}']:.4f}",
+        "" if worth is None else f"{worth['value']:.4f}",
+        "" if worth is None else ends(worth, 4),
+    ]
+
+
+def ends(interval: dict[str, Any], digits: int) -> str:
+    if interval["low"] is None:
+        return "one document"
+    return f"{interval['low']:.{digits}f} to {interval['high']:.{digits}f}"

@@ -87,7 +87,7 @@ def ratio(tops: Sums, bottoms: Sums, samples: int = 10_000, seed: int = 0) -> In
     if len(top) == 1:
         return Interval(None, value, None)
     tail = (1 - LEVEL) / 2
-    low, high = np.quantile(draws(top, bottom, samples, seed), [tail, 1 - tail])
+    low, high = np.quantile(draws(top, bottom, samples, seed), [tail, 1 - tail]).tolist()
     stretch = widening(len(top))
     return Interval(value - stretch * (value - low), value, value + stretch * (high - value))
 

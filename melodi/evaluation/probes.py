@@ -4,14 +4,20 @@ A `Probe` goes through the model with the tokens, so that nothing has to be patc
 under DDP and FSDP2, and with compiled layers, which run uncompiled while they are watched.
 """
 
+from typing import Any
+
 import numpy as np
 import torch
 
+from melodi.data.store import Documents
 from melodi.evaluation.documents import Nats
 from melodi.layers.frame import Layer, LayerMemory, Probe
 from melodi.layers.gate import Gate
 from melodi.model import LanguageModel
 from melodi.sharded import gather
+
+SHARE_DOCUMENTS, SHARE_WINDOWS = 4, 16
+"""Of an evaluation, over which attention to memory is measured."""
 
 
 def gates(model: LanguageModel) -> dict[str, float]:
@@ -52,6 +58,24 @@ def memory_shares(
     for layer in model.stack:
         found |= shares_by_age(probe, layer)
     return found
+
+
+def attention(model: LanguageModel, documents: Documents, chosen: list[int]) -> dict[str, Any]:
+    """`memory_shares` at the beginnings of the first documents that are longer than a window, on
+    average over those that have the share, and how much was read for it."""
+    window = model.config.window
+    long = [i for i in chosen if documents.lengths[i] > window][:SHARE_DOCUMENTS]
+    samples = [documents[i][: SHARE_WINDOWS * window] for i in long]
+    each = [memory_shares(model, sample) for sample in samples]
+    names = dict.fromkeys(name for shares in each for name in shares)
+    return {
+        "documents": len(samples),
+        "tokens": sum(map(len, samples)),
+        "shares": {
+            name: float(np.mean([shares[name] for shares in each if name in shares]))
+            for name in names
+        },
+    }
 
 
 def past_share(probe: Probe, layer: Layer[LayerMemory]) -> float | None:

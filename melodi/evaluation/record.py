@@ -1,21 +1,57 @@
-"""What a run's weights are worth, as a record that says what it is about.
+"""What a run's weights are worth, as a record that says what it is about; docs/evaluation.md tells
+what each figure means.
 
-Two passes over the documents of a split: with memory kept, and with memory dropped at every window.
-The record of a whole split of the run's own store is RUN/eval-SPLIT.json, which reports read. What
-is of fewer documents or of another store goes to RUN/partial-eval-SPLIT.json and replaces nothing.
+Two passes over the documents of a split: with memory kept, and with memory dropped at every window;
+with `drops` one more for each memory that can be dropped alone. The record of a whole split of the
+run's own store is RUN/eval-SPLIT.json, which reports read. What is of fewer documents or of another
+store goes to RUN/partial-eval-SPLIT.json and replaces nothing.
 """
 
+import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from tqdm import tqdm
 
 from melodi.data.store import Documents, TokenStore
 from melodi.evaluation.documents import Evaluation, choose, evaluate
-from melodi.evaluation.tallies import PerDocument
+from melodi.evaluation.drops import PARTS, without
+from melodi.evaluation.intervals import bootstrap, paired
+from melodi.evaluation.probes import attention, gates
+from melodi.evaluation.tallies import ByPowers, PerDocument, by_place_in_window, by_window
 from melodi.files import read_header, write_json
 from melodi.model import LanguageModel
 from melodi.run import Run, train_checksum, weights_file
+
+
+@dataclass
+class Pass:
+    """What one reading of the chosen documents gave."""
+
+    without: str
+    """What it did without: nothing, memory, short_term or long_term."""
+    sums: Evaluation
+    each: PerDocument
+    places: ByPowers
+    windows: ByPowers
+    seconds: float
+
+    @property
+    def suffix(self) -> str:
+        return "" if self.without == "nothing" else f"_without_{self.without}"
+
+    def figures(self) -> dict[str, Any]:
+        found = {
+            "perplexity": self.sums.perplexity,
+            "bits_per_byte": self.sums.bits_per_byte,
+            "perplexity_interval": bootstrap(self.each.nats, self.each.predictions)._asdict(),
+            "by_position": self.sums.by_position(),
+            "by_place_in_window": self.places.means(),
+            "by_window": self.windows.means(),
+        }
+        return {f"{name}{self.suffix}": value for name, value in found.items()}
 
 
 def evaluate_run(
@@ -25,6 +61,7 @@ def evaluate_run(
     split: str = "test",
     rows: int = 8,
     max_tokens: int | None = None,
+    drops: bool = False,
 ) -> dict[str, Any]:
     """The record of a model that `load` gave; each pass has a bar where there is a terminal."""
     for name, value in (("rows", rows), ("max_tokens", max_tokens)):
@@ -34,45 +71,55 @@ def evaluate_run(
     chosen = choose(documents, max_tokens)
     if not chosen:
         raise ValueError(f"the {split} split of {store.path} is empty: choose another")
-    tokens = int(sum(documents.lengths[i] for i in chosen))
-    results = []
-    each = {kept: PerDocument(len(documents)) for kept in (True, False)}
-    for kept in (True, False):
-        label = "memory kept" if kept else "memory dropped"
-        with tqdm(total=tokens, desc=label, unit="tok", unit_scale=True, disable=None) as bar:
-            results.append(
-                evaluate(
-                    model,
-                    documents,
-                    chosen,
-                    rows=min(rows, len(chosen)),
-                    segment_windows=run.configs()[1].segment_windows,
-                    with_memory=kept,
-                    progress=bar.update,
-                    tallies=[each[kept]],
-                )
-            )
+    segment_windows, rows = run.configs()[1].segment_windows, min(rows, len(chosen))
+    read = Reading(documents, chosen, rows, segment_windows)
+    passes = [read(model, "nothing"), read(model, "memory")]
+    for part in PARTS if drops else ():
+        left = without(model, part)
+        if left is not None:
+            passes.append(read(left, part))
     return {
         **described(run, store, split, max_tokens),
-        **figures(*results),
-        "per_document": per_document(documents, chosen, each[True], each[False]),
+        **figures(passes),
+        "gates": gates(model),
+        "attention": attention(model, documents, chosen),
+        "speed": speed(passes[0], rows, model.embedding.weight.device),
+        "per_document": per_document(documents, chosen, passes),
     }
 
 
-def per_document(
-    documents: Documents, chosen: list[int], kept: PerDocument, dropped: PerDocument
-) -> list[dict[str, Any]]:
-    """The sums of each document that was read, in the order of the split."""
-    return [
-        {
-            "document": i,
-            "predictions": int(kept.predictions[i]),
-            "bytes": int(documents.num_bytes[i]),
-            "nats": float(kept.nats[i]),
-            "nats_without_memory": float(dropped.nats[i]),
-        }
-        for i in chosen
-    ]
+@dataclass
+class Reading:
+    """Which documents are read, and how."""
+
+    documents: Documents
+    chosen: list[int]
+    rows: int
+    segment_windows: int
+
+    def __call__(self, model: LanguageModel, lacking: str) -> Pass:
+        """The model itself does without the memory it has not; without "memory", it is dropped."""
+        tokens = int(sum(self.documents.lengths[i] for i in self.chosen))
+        window = model.config.window
+        each, places, windows = (
+            PerDocument(len(self.documents)),
+            by_place_in_window(window),
+            by_window(window),
+        )
+        label = f"without {lacking.replace('_', '-')}"
+        start = time.perf_counter()
+        with tqdm(total=tokens, desc=label, unit="tok", unit_scale=True, disable=None) as bar:
+            sums = evaluate(
+                model,
+                self.documents,
+                self.chosen,
+                rows=self.rows,
+                segment_windows=self.segment_windows,
+                with_memory=lacking != "memory",
+                progress=bar.update,
+                tallies=[each, places, windows],
+            )
+        return Pass(lacking, sums, each, places, windows, time.perf_counter() - start)
 
 
 def described(run: Run, store: TokenStore, split: str, max_tokens: int | None) -> dict[str, Any]:
@@ -89,19 +136,50 @@ def described(run: Run, store: TokenStore, split: str, max_tokens: int | None) -
     }
 
 
-def figures(kept: Evaluation, dropped: Evaluation) -> dict[str, Any]:
-    return {
-        "documents": kept.documents,
-        "tokens": kept.tokens,
-        "predictions": kept.predictions,
-        "bytes": kept.bytes,
-        "perplexity": kept.perplexity,
-        "bits_per_byte": kept.bits_per_byte,
-        "perplexity_without_memory": dropped.perplexity,
-        "bits_per_byte_without_memory": dropped.bits_per_byte,
-        "by_position": kept.by_position(),
-        "by_position_without_memory": dropped.by_position(),
+def figures(passes: list[Pass]) -> dict[str, Any]:
+    """Of all passes, the first of which kept everything; "worth" is what the others lost by it, in
+    nats per prediction."""
+    kept = passes[0]
+    found: dict[str, Any] = {
+        "documents": kept.sums.documents,
+        "tokens": kept.sums.tokens,
+        "predictions": kept.sums.predictions,
+        "bytes": kept.sums.bytes,
     }
+    for one in passes:
+        found |= one.figures()
+    found["worth"] = {
+        one.without: paired(one.each.nats, kept.each.nats, kept.each.predictions)._asdict()
+        for one in passes[1:]
+    }
+    return found
+
+
+def speed(kept: Pass, rows: int, device: torch.device) -> dict[str, Any]:
+    """How fast whole documents were read here; not what the hardware can do, which bench tells."""
+    return {
+        "tokens_per_second": kept.sums.predictions / kept.seconds,
+        "tokens": kept.sums.predictions,
+        "seconds": kept.seconds,
+        "rows": rows,
+        "device": str(device),
+        "threads": torch.get_num_threads(),
+    }
+
+
+def per_document(
+    documents: Documents, chosen: list[int], passes: list[Pass]
+) -> list[dict[str, Any]]:
+    """The sums of each document that was read, in the order of the split."""
+    return [
+        {
+            "document": i,
+            "predictions": int(passes[0].each.predictions[i]),
+            "bytes": int(documents.num_bytes[i]),
+            **{f"nats{one.suffix}": float(one.each.nats[i]) for one in passes},
+        }
+        for i in chosen
+    ]
 
 
 def write_record(run: Run, record: dict[str, Any]) -> Path:

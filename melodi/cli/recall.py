@@ -1,0 +1,218 @@
+"""`melodi recall`: right answers against distance, of tiny models trained here or of runs."""
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+
+from melodi.cli.console import check_at_least, parse, print_table, use_threads
+from melodi.files import json_text, read_json, write_json
+
+TaskName = Literal["passkey", "needle", "mqar", "rewrite", "copy", "forgetting"]
+OF_RUNS = ("forgetting", "passkey")
+PRESETS = (
+    "laptop-melodi",
+    "laptop-memorizing",
+    "laptop-block-recurrent",
+    "laptop-transformer-xl",
+    "laptop-no-memory",
+)
+
+
+@dataclass
+class RecallArgs:
+    task: Annotated[tyro.conf.Positional[TaskName], tyro.conf.arg(metavar="TASK")]
+    """passkey, needle, mqar, rewrite, copy, or forgetting (of runs only)."""
+    out: Path
+    """Folder for the records and the picture; what is there is not trained again."""
+    presets: tuple[str, ...] = PRESETS
+    """Kinds of which tiny models are trained from nothing."""
+    run: tuple[Path, ...] = ()
+    """Run folders to be asked instead, with forgetting and passkey."""
+    data: Path | None = None
+    """A token store made with the runs' tokenizer; each run's own when not given."""
+    split: Literal["train", "validation", "test"] = "test"
+    """Which documents of the store, with --run."""
+    steps: int = 2000
+    """Updates of the weights."""
+    rows: int = 32
+    """Documents in each step; with --run, documents that are read."""
+    window: int = 16
+    """Tokens of a window."""
+    windows: int = 8
+    """Windows of a document."""
+    seed: int = 0
+    threads: int | None = None
+    """CPU threads; torch's own choice when not given."""
+    json: bool = False
+    """Print a JSON list instead of a table."""
+
+
+def recall(args: list[str]) -> None:
+    """How far back models remember: tiny models that learn a task here, or runs as they are.
+
+    Example: melodi recall passkey --presets laptop-melodi laptop-no-memory --out recall
+    """
+    options = parse(RecallArgs, recall, args)
+    check_at_least(1, steps=options.steps, rows=options.rows)
+    use_threads(options.threads)
+    from melodi.evaluation.curves import draw_recall
+
+    if options.task == "forgetting" and not options.run:
+        raise ValueError("forgetting curves are measured on runs: give one or more with --run")
+    if options.run and options.task not in OF_RUNS:
+        raise ValueError(
+            f"--run with {options.task}: a run knows no such tokens; choose one of "
+            f"{', '.join(OF_RUNS)}"
+        )
+    folder = options.out / (f"{options.task}-of-runs" if options.run else options.task)
+    folder.mkdir(parents=True, exist_ok=True)
+    records = asked_runs(options, folder) if options.run else trained(options, folder)
+    if options.json:
+        print(json_text(records, indent=2))
+    else:
+        print_recall(options.task, records)
+    draw_recall(records, TITLES[options.task], folder.with_suffix(".png"))
+
+
+TITLES = {
+    "passkey": "Passkey: a number read k windows ago",
+    "needle": "Needle: one key and value among other words",
+    "mqar": "Multi-query associative recall",
+    "rewrite": "Rewrite: the last value of a key",
+    "copy": "Copy: a sequence read k windows ago",
+    "forgetting": "Forgetting: a window met again after k windows",
+}
+
+
+def trained(options: RecallArgs, folder: Path) -> list[dict[str, Any]]:
+    """One record for each preset, in FOLDER/PRESET.json, made where there is none."""
+    from melodi.config import preset
+    from melodi.evaluation.tasks import Sizes, task
+    from melodi.training.tiny import OPTIMIZER, tiny_config
+
+    chosen = task(options.task, Sizes(options.window, options.windows))
+    found = []
+    for name in options.presets:
+        config = tiny_config(preset(name), chosen)
+        settings = {
+            "task": options.task,
+            "sizes": dataclasses.asdict(chosen.sizes),
+            "model": config.to_dict(),
+            "optimizer": dataclasses.asdict(OPTIMIZER),
+            "steps": options.steps,
+            "rows": options.rows,
+            "seed": options.seed,
+        }
+        path = folder / f"{name}.json"
+        record = finished(path, settings)
+        if record is None:
+            record = {"name": name, "settings": settings, **learned(name, config, chosen, options)}
+            write_json(path, record)
+        found.append(record)
+    return found
+
+
+def finished(path: Path, settings: dict[str, Any]) -> dict[str, Any] | None:
+    """What was made before with the same settings."""
+    if not path.exists():
+        return None
+    record: dict[str, Any] = read_json(path)
+    if json_text(record.get("settings")) != json_text(settings):
+        raise ValueError(
+            f"{path} was made with other settings: choose another --out, or remove the file"
+        )
+    return record
+
+
+def learned(name: str, config: Any, chosen: Any, options: RecallArgs) -> dict[str, Any]:
+    """Trains a tiny model and asks it."""
+    from tqdm import tqdm
+
+    from melodi.evaluation.recall import accuracy
+    from melodi.training.tiny import learn
+
+    with tqdm(total=options.steps, desc=name, unit="step", disable=None) as bar:
+
+        def shown(step: int, loss: float) -> None:
+            bar.set_postfix_str(f"{loss:.3f} nats", refresh=False)
+            bar.update()
+
+        result = learn(
+            config,
+            chosen,
+            steps=options.steps,
+            rows=options.rows,
+            seed=options.seed,
+            enough=ENOUGH,
+            progress=shown,
+        )
+    return {
+        "parameters": result.model.num_parameters,
+        "memory_floats": sum(config.memory_floats()),
+        "steps": len(result.losses),
+        "losses": means(result.losses, 50),
+        "chance": chosen.chance,
+        "curve": accuracy(result.model, chosen),
+    }
+
+
+ENOUGH = 0.01
+"""Nats per answer at which nothing is left to learn."""
+
+
+def means(losses: Sequence[float], parts: int) -> list[float]:
+    """The losses in so many parts, each as its mean."""
+    size = max(-(-len(losses) // parts), 1)
+    blocks = [losses[i : i + size] for i in range(0, len(losses), size)]
+    return [sum(block) / len(block) for block in blocks]
+
+
+def asked_runs(options: RecallArgs, folder: Path) -> list[dict[str, Any]]:
+    """One record for each run, in FOLDER/RUN.json."""
+    from melodi.evaluation.recall import CANDIDATES, forgetting, passkey_in_text
+    from melodi.run import Run, load
+
+    found = []
+    for path in options.run:
+        model, run = load(path), Run(path)
+        documents = run.open_store(options.data).split(options.split)
+        record: dict[str, Any] = {
+            "name": path.resolve().name,
+            "run": str(path),
+            "split": options.split,
+        }
+        if options.task == "forgetting":
+            record["curve"] = forgetting(model, documents, rows=options.rows)
+        else:
+            record["curve"] = passkey_in_text(
+                model, documents, rows=options.rows, seed=options.seed
+            )
+            record["chance"] = 1 / CANDIDATES
+        write_json(folder / f"{record['name']}.json", record)
+        found.append(record)
+    return found
+
+
+def print_recall(task: str, records: list[dict[str, Any]]) -> None:
+    distances = sorted({point["distance"] for record in records for point in record["curve"]})
+    figure = "nats per token saved" if task == "forgetting" else "right answers"
+    print_table(
+        f"{TITLES[task]}: {figure}, by windows since",
+        ["", *map(str, distances)],
+        [[record["name"], *cells(record, distances)] for record in records],
+    )
+
+
+def cells(record: dict[str, Any], distances: Sequence[int]) -> list[str]:
+    points = {point["distance"]: point for point in record["curve"]}
+    return [cell(points[distance]) if distance in points else "" for distance in distances]
+
+
+def cell(point: dict[str, Any]) -> str:
+    if "accuracy" in point:
+        return f"{point['accuracy']:.2f}"
+    return f"{point['remembered']['value']:.3f}"

@@ -1,0 +1,58 @@
+"""Recall against distance, as a picture: one line for each model."""
+
+from pathlib import Path
+from typing import Any
+
+COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999"]
+"""Of Okabe and Ito, which the colour-blind can tell apart; markers differ as well."""
+MARKERS = "osD^vPX*"
+
+
+def draw_recall(records: list[dict[str, Any]], title: str, path: Path) -> Path:
+    """Right answers, with chance as a dotted line, or nats that are remembered, with intervals."""
+    try:
+        import matplotlib
+    except ImportError:
+        raise ValueError("plots need matplotlib: pip install matplotlib") from None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7.5, 4.5), layout="constrained")
+    for i, record in enumerate(records):
+        style = {"color": COLOURS[i % len(COLOURS)], "marker": MARKERS[i % len(MARKERS)]}
+        if "accuracy" in record["curve"][0]:
+            draw_accuracy(axes, record, style)
+        else:
+            draw_remembered(axes, record, style)
+    distances = sorted({point["distance"] for record in records for point in record["curve"]})
+    axes.set(xlabel="windows since the fact was read", title=title)
+    if distances[-1] > 4 * len(distances):
+        axes.set_xscale("log", base=2)
+    axes.set_xticks(distances, [str(distance) for distance in distances])
+    axes.minorticks_off()
+    axes.grid(alpha=0.3)
+    # Beside the lines, so that it hides none of them.
+    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+    return path
+
+
+def draw_accuracy(axes: Any, record: dict[str, Any], style: dict[str, str]) -> None:
+    points = [(point["distance"], point["accuracy"]) for point in record["curve"]]
+    axes.plot(*zip(*points, strict=True), label=record["name"], markersize=5, **style)
+    axes.set(ylabel="share of right answers", ylim=(-0.03, 1.03))
+    if axes.get_gid() != "chance":
+        axes.axhline(record["chance"], color="black", linestyle=":", linewidth=1, label="chance")
+        axes.set_gid("chance")
+
+
+def draw_remembered(axes: Any, record: dict[str, Any], style: dict[str, str]) -> None:
+    ends = [(point["distance"], point["remembered"]) for point in record["curve"]]
+    x, values = [x for x, _ in ends], [end["value"] for _, end in ends]
+    axes.plot(x, values, label=record["name"], markersize=5, **style)
+    low, high = ([end[side] for _, end in ends] for side in ("low", "high"))
+    if None not in low:
+        axes.fill_between(x, low, high, alpha=0.15, color=style["color"], linewidth=0)
+    axes.axhline(0, color="black", linestyle=":", linewidth=1)
+    axes.set(ylabel="nats per token saved at the second meeting")
