@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import NoneType
-from typing import Any, TypeVar, get_args
+from typing import Annotated, Any, TypeVar, get_args
 
 import tyro
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
@@ -84,6 +84,14 @@ def real(text: str) -> float:
         raise ValueError(f"{text} is not finite")
     return value
 
+
+Texts = Annotated[
+    tuple[str, ...], tyro.conf.arg(metavar="STR [STR ...]", help_behavior_hint="(default: none)")
+]
+Paths = Annotated[
+    tuple[Path, ...], tyro.conf.arg(metavar="PATH [PATH ...]", help_behavior_hint="(default: none)")
+]
+"""Flags with several values, or none."""
 
 REGISTRY = ConstructorRegistry()
 READERS: dict[Any, Callable[[str], Any]] = {int: integer, float: real, str: str, Path: Path}

@@ -6,15 +6,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from melodi.cli.console import check_at_least, device_named, parse, print_table, use_threads
+from melodi.cli.console import Texts, check_at_least, device_named, parse, print_table, use_threads
 
 if TYPE_CHECKING:
     from melodi.run import Run
 
 RunFolder = Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
-Texts = Annotated[
-    tuple[str, ...], tyro.conf.arg(metavar="STR [STR ...]", help_behavior_hint="(default: none)")
-]
 
 
 @dataclass

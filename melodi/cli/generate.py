@@ -2,15 +2,8 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
-import tyro
-
-from melodi.cli.console import check_at_least, device_named, parse, use_threads
-
-Texts = Annotated[
-    tuple[str, ...], tyro.conf.arg(metavar="STR [STR ...]", help_behavior_hint="(default: none)")
-]
+from melodi.cli.console import Texts, check_at_least, device_named, parse, use_threads
 
 
 @dataclass

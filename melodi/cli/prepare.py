@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from melodi.cli.console import check_at_least, parse, print_table
+from melodi.cli.console import Paths, check_at_least, parse, print_table
 
 if TYPE_CHECKING:
     from melodi.data.store import TokenStore
@@ -40,7 +40,7 @@ class PrepareArgs:
     """Share of the documents to hold out, unless the source has splits."""
     shard: str | None = None
     """Prepare only this part of the files, 2/4 say, with a given --tokenizer."""
-    merge: tuple[Path, ...] = ()
+    merge: Paths = ()
     """Join these shards, all of one corpus, into the store that one machine would have made."""
     workers: int | None = None
     """Threads that encode; as many as there are cores when not given."""

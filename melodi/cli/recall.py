@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from melodi.cli.console import check_at_least, parse, print_table, use_threads
+from melodi.cli.console import Paths, check_at_least, parse, print_table, use_threads
 from melodi.files import json_text, read_json, write_json
 
 TaskName = Literal["passkey", "needle", "mqar", "rewrite", "copy", "forgetting"]
@@ -30,7 +30,7 @@ class RecallArgs:
     """Folder for the records and the picture; what is there is not trained again."""
     presets: tuple[str, ...] = PRESETS
     """Kinds of which tiny models are trained from nothing."""
-    run: tuple[Path, ...] = ()
+    run: Paths = ()
     """Run folders to be asked instead, with forgetting and passkey."""
     data: Path | None = None
     """A token store made with the runs' tokenizer; each run's own when not given."""
@@ -52,7 +52,7 @@ class RecallArgs:
 
 
 def recall(args: list[str]) -> None:
-    """How far back models remember: tiny models that learn a task here, or runs as they are.
+    """How far back models remember: tiny ones that learn a task here, or runs.
 
     Example: melodi recall passkey --presets laptop-melodi laptop-no-memory --out recall
     """

@@ -8,17 +8,22 @@ import tyro
 
 from melodi.cli.console import parse
 
+Folders = Annotated[
+    tyro.conf.Positional[tuple[Path, ...]],
+    tyro.conf.arg(metavar="DIR [DIR ...]", help_behavior_hint="(required)"),
+]
+
 
 @dataclass
 class ReportArgs:
-    folders: Annotated[tyro.conf.Positional[tuple[Path, ...]], tyro.conf.arg(metavar="DIR")]
+    folders: Folders
     """Run folders, recipe folders, or folders of recipes."""
 
 
 def report(args: list[str]) -> None:
-    """Run folder to plots, recipe folder to a page: ours beside the paper's (extra: plot).
+    """Run folder to plots, recipe folder to a page (extra: plot).
 
-    A run gets report.png; a recipe, finished or not, report.html and the same as Markdown.
+    A run gets report.png; a recipe, finished or not, report.html and report.md.
 
     Example: melodi report runs/first results
     """

@@ -6,7 +6,14 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
-from melodi.cli.console import check_at_least, device_named, parse, print_table, use_threads
+from melodi.cli.console import (
+    Texts,
+    check_at_least,
+    device_named,
+    parse,
+    print_table,
+    use_threads,
+)
 
 if TYPE_CHECKING:
     from melodi.data.store import TokenStore
@@ -35,7 +42,7 @@ class ReproduceArgs:
     """The documents of the report."""
     eval_tokens: int | None = None
     """Evaluate on whole documents that hold about this many tokens; on all when not given."""
-    rows: tuple[str, ...] = ()
+    rows: Texts = ()
     """Labels of the rows to run; all when not given."""
     list: bool = False
     """Show the plan and its cost, and run nothing."""
