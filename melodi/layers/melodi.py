@@ -17,7 +17,7 @@ from melodi.config import ModelConfig
 from melodi.layers.fifo import append, filled_slots
 from melodi.layers.frame import Layer, Seen, WindowPart, Written
 from melodi.layers.gate import Gate
-from melodi.layers.transformer import Pairs, RMSNorm, attend, randomise
+from melodi.layers.transformer import Pairs, Projections, RMSNorm, attend, randomise
 
 
 class ShortTermMemory(NamedTuple):
@@ -135,7 +135,7 @@ class LongTermLayer(ShortTermLayer):
         return (*super().sizes(), (self.slots, self.width))
 
     def read(
-        self, a_BHtE: Tensor, seen: Seen, memory: MelodiMemory, part: WindowPart
+        self, a_BHtE: Tensor, made: Projections, memory: MelodiMemory, part: WindowPart
     ) -> tuple[Tensor, ...]:
         """Cross-attention to the FIFO, and the gate: α·A_long + (1 - α)·A_self."""
         filled = filled_slots(part, self.slots, self.entries_per_window, self.masked)
@@ -147,9 +147,9 @@ class LongTermLayer(ShortTermLayer):
             assert isinstance(memory, LongTermMemory)
             pairs = Pairs(memory.keys_BHME, memory.values_BHME).slots(-filled.slots)
         if part.probe is not None:
-            part.probe.note(self.index, "long-term", seen.q_BHtE, pairs, filled.mask())
+            part.probe.note(self.index, "long-term", made.q_BHtE, pairs, filled.mask())
         long_BHtE = attend(
-            seen.q_BHtE, *pairs, visible=filled.visible_B11M, dropout=self.block.drop_rate
+            made.q_BHtE, *pairs, visible=filled.visible_B11M, dropout=self.block.drop_rate
         )
         return (self.gate(a_BHtE, long_BHtE, filled.empty_B),)
 

@@ -121,12 +121,13 @@ class Block(nn.Module):
 
     def finish(self, x_BtD: Tensor, *heads_BHtE: Tensor) -> Tensor:
         """Back from attention to the residual stream, and through the feed-forward."""
-        y_BtD = x_BtD + self.output(torch.cat([merge_heads(a) for a in heads_BHtE], dim=-1))
-        f_BtD = self.ffn(self.ffn_norm(y_BtD))
-        return y_BtD + F.dropout(f_BtD, self.dropout, self.training)
+        merged = [merge_heads(a) for a in heads_BHtE]
+        a_BtX = merged[0] if len(merged) == 1 else torch.cat(merged, dim=-1)
+        y_BtD = x_BtD + self.output(a_BtX)
+        return y_BtD + self._dropped(self.ffn(self.ffn_norm(y_BtD)))
 
     def normed(self, x_BtD: Tensor) -> Tensor:
-        return F.dropout(self.attention_norm(x_BtD), self.dropout, self.training)
+        return self._dropped(self.attention_norm(x_BtD))
 
     def queries(self, h_BtD: Tensor) -> Tensor:
         return self.scale.query(split_heads(self.query(h_BtD), self.num_heads))
@@ -138,6 +139,9 @@ class Block(nn.Module):
     @property
     def drop_rate(self) -> float:
         return self.dropout if self.training else 0.0
+
+    def _dropped(self, x_BtD: Tensor) -> Tensor:
+        return F.dropout(x_BtD, self.dropout) if self.drop_rate else x_BtD
 
 
 class AttentionScale(nn.Module):
@@ -157,7 +161,7 @@ class AttentionScale(nn.Module):
     def query(self, q_BHtE: Tensor) -> Tensor:
         if self.factor is None:
             return q_BHtE / self.root
-        return unit(q_BHtE) * self.factor.abs()[:, None, None]
+        return unit(q_BHtE) * self.factor.abs().view(-1, 1, 1)
 
     def key(self, k_BHkE: Tensor) -> Tensor:
         return k_BHkE if self.factor is None else unit(k_BHkE)
@@ -176,7 +180,7 @@ class AttentionScale(nn.Module):
     def bias(self, bias_bHtk: Tensor | None) -> Tensor | None:
         if self.factor is None or bias_bHtk is None:
             return bias_bHtk
-        return bias_bHtk * self.factor.abs()[:, None, None]
+        return bias_bHtk * self.factor.abs().view(-1, 1, 1)
 
 
 class FeedForward(nn.Module):
@@ -270,7 +274,17 @@ def falling_buckets(count: int, device: torch.device) -> Tensor:
 
 
 def unit(x: Tensor) -> Tensor:
+    if not torch.is_grad_enabled():  # x / √(|x|² + ε), in fewer passes
+        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        return x / length.hypot_(root_of_epsilon(x.dtype, x.device))
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + EPSILON)
+
+
+@functools.cache
+def root_of_epsilon(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A constant."""
+    with torch.inference_mode(False):
+        return torch.tensor(EPSILON**0.5, dtype=dtype, device=device)
 
 
 def split_heads(x_BtX: Tensor, num_heads: int) -> Tensor:
