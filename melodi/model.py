@@ -206,6 +206,11 @@ class LanguageModel(nn.Module):
         extra_losses = []
         if lengths_B is None:
             lengths_B = torch.full_like(open_B, tokens_BT.size(1))
+        growing = probe is None and self._grows(state, lengths_B)
+        if growing:
+            memory = tuple(
+                layer.begin_segment(m) for layer, m in zip(self.stack, memory, strict=True)
+            )
         for turn in turns(state, lengths_B):
             if turn.whole:
                 opened, fill = None, None
@@ -225,6 +230,10 @@ class LanguageModel(nn.Module):
                 opened, fill = None, None
             if window.extra_loss is not None:
                 extra_losses.append(window.extra_loss)
+        if growing:
+            memory = tuple(
+                layer.end_segment(m) for layer, m in zip(self.stack, memory, strict=True)
+            )
         state = MemoryState(
             self.config, Maker(self), windows_B, open_B, memory, opened, fill if in_place else None
         )
@@ -253,6 +262,20 @@ class LanguageModel(nn.Module):
         counters = state.windows_B, fill.open_B
         state = MemoryState(self.config, Maker(self), *counters, state.layers, opened, fill)
         return self.final_norm(x_B1D), state
+
+    def _grows(self, state: MemoryState, lengths_B: Tensor) -> bool:
+        """Whether this is a segment of whole windows on the CPU, with a gradient and without what
+        layers/growing.py cannot do."""
+        device = self.embedding.weight.device.type
+        return (
+            torch.is_grad_enabled()
+            and device == "cpu"
+            and not torch.is_autocast_enabled(device)
+            and not self.static_shapes
+            and not (self.training and self.config.dropout)
+            and not bool((state.open_B + lengths_B % self.config.window).any())
+            and bool((lengths_B == lengths_B[0]).all())
+        )
 
     def _bare(self) -> bool:
         """Whether weights may be used directly, token by token: see layers/token.py."""

@@ -89,6 +89,7 @@ class Turn(NamedTuple):
             full_B=self.full_B.to(device),
             place=self.place if in_place else None,
             probe=probe,
+            windows_read=() if static_shapes else tuple(self.windows_read_B.tolist()),
         )
 
 

@@ -88,6 +88,8 @@ class WindowPart:
     place: int | None = None
     """Where all rows stand in their open windows, if these may be written to in place."""
     probe: Probe | None = None
+    windows_read: tuple[int, ...] = ()
+    """As `windows_read_B`, on the host; not known where shapes are static."""
 
     def commit(self, new: Tensor, old: Tensor) -> Tensor:
         """The new memory in rows that fill their window, the old one in the others."""
@@ -262,6 +264,14 @@ class Layer(nn.Module, Generic[Memory]):
         xu_BtD = torch.cat([x_BtD, table_SD.expand(len(x_BtD), -1, -1)], dim=1)
         # Views of one tensor, as between all layers: one compiled graph serves them.
         return Stream(*xu_BtD.split([x_BtD.size(1), len(table_SD)], dim=1))
+
+    def begin_segment(self, memory: Memory) -> LayerMemory:
+        """The memory in the form in which whole windows are read with a gradient."""
+        return memory
+
+    def end_segment(self, memory: Memory) -> LayerMemory:
+        """The memory as it is carried, from that form."""
+        return memory
 
     def past(self, memory: Memory, part: WindowPart) -> Pairs:
         """Keys and values of the slots that precede the window in self-attention."""

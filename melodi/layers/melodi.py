@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from melodi.config import ModelConfig
-from melodi.layers.fifo import append, filled_slots
+from melodi.layers.fifo import append, filled_slots, push
 from melodi.layers.frame import Layer, Seen, WindowPart, Written
 from melodi.layers.gate import Gate
+from melodi.layers.growing import attend_growing
 from melodi.layers.transformer import Pairs, Projections, RMSNorm, attend, randomise
 
 
@@ -41,7 +42,17 @@ class LongTermTokenMemory(NamedTuple):
     tokens_BMD: Tensor
 
 
-MelodiMemory = ShortTermMemory | LongTermMemory | LongTermTokenMemory
+class GrowingMemory(NamedTuple):
+    """LongTermMemory inside a segment: the FIFO as it was, and the pairs appended since."""
+
+    z_BSD: Tensor
+    keys_BHME: Tensor
+    values_BHME: Tensor
+    fresh_keys_BHfE: Tensor
+    fresh_values_BHfE: Tensor
+
+
+MelodiMemory = ShortTermMemory | LongTermMemory | LongTermTokenMemory | GrowingMemory
 
 
 class Branches(NamedTuple):
@@ -138,6 +149,8 @@ class LongTermLayer(ShortTermLayer):
         self, a_BHtE: Tensor, made: Projections, memory: MelodiMemory, part: WindowPart
     ) -> tuple[Tensor, ...]:
         """Cross-attention to the FIFO, and the gate: α·A_long + (1 - α)·A_self."""
+        if isinstance(memory, GrowingMemory):
+            return (self._read_growing(a_BHtE, made.q_BHtE, memory, part),)
         filled = filled_slots(part, self.slots, self.entries_per_window, self.masked)
         if filled.slots == 0:
             return (a_BHtE,)
@@ -156,6 +169,9 @@ class LongTermLayer(ShortTermLayer):
     def remember(self, new: Branches, memory: MelodiMemory, part: WindowPart) -> MelodiMemory:
         memory = super().remember(new, memory, part)
         m_BLD = memory.z_BSD if self.copies else new.m_BLD
+        if isinstance(memory, GrowingMemory):
+            _, base, fresh = memory[0], Pairs(*memory[1:3]), Pairs(*memory[3:])
+            return GrowingMemory(memory.z_BSD, *base, *fresh.join(self.project(m_BLD)))
         if isinstance(memory, LongTermTokenMemory):
             return memory._replace(tokens_BMD=append(memory.tokens_BMD, m_BLD, 1, part))
         assert isinstance(memory, LongTermMemory)
@@ -164,6 +180,36 @@ class LongTermLayer(ShortTermLayer):
             keys_BHME=append(memory.keys_BHME, keys, 2, part),
             values_BHME=append(memory.values_BHME, values, 2, part),
         )
+
+    def begin_segment(self, memory: MelodiMemory) -> MelodiMemory:
+        if not isinstance(memory, LongTermMemory) or memory.keys_BHME.requires_grad:
+            return memory
+        none = Pairs(memory.keys_BHME, memory.values_BHME).slots(0, 0)
+        return GrowingMemory(*memory, *none)
+
+    def end_segment(self, memory: MelodiMemory) -> MelodiMemory:
+        if not isinstance(memory, GrowingMemory):
+            return memory
+        keys = push(memory.keys_BHME, memory.fresh_keys_BHfE, 2)
+        return LongTermMemory(
+            memory.z_BSD, keys, push(memory.values_BHME, memory.fresh_values_BHfE, 2)
+        )
+
+    def _read_growing(
+        self, a_BHtE: Tensor, q_BHtE: Tensor, memory: GrowingMemory, part: WindowPart
+    ) -> Tensor:
+        """The same inside a segment: only what each row has filled is read."""
+        base, fresh = Pairs(*memory[1:3]), Pairs(*memory[3:])
+        newest = min(fresh.keys_BHkE.size(2), self.slots)
+        written = [n * self.entries_per_window for n in part.windows_read]
+        room = self.slots - newest
+        old = [min(n - newest, room) for n in written]
+        zeros = [0 if self.masked else room - n for n in old]
+        if not self.masked or any(written):
+            long_BHtE = attend_growing(q_BHtE, base, fresh.slots(-newest), old, zeros)
+            empty_B = part.windows_read_B == 0 if self.masked and 0 in written else None
+            return self.gate(a_BHtE, long_BHtE, empty_B)
+        return a_BHtE
 
 
 class TokenMixer(nn.Module):

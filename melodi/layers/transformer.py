@@ -40,6 +40,9 @@ class Pairs(NamedTuple):
             return self  # a slice of everything costs a copy of its gradient
         return Pairs(self.keys_BHkE[:, :, start:stop], self.values_BHkE[:, :, start:stop])
 
+    def rows(self, rows: slice) -> "Pairs":
+        return Pairs(self.keys_BHkE[rows], self.values_BHkE[rows])
+
     def split(self, slots: int) -> "tuple[Pairs, Pairs]":
         """The first slots, and the rest."""
         sizes = [slots, self.keys_BHkE.size(2) - slots]
