@@ -11,6 +11,7 @@ Shapes as in frame.py; S short-term = summary tokens, L long-term tokens, M = L�
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from melodi.config import ModelConfig
@@ -170,8 +171,7 @@ class LongTermLayer(ShortTermLayer):
         memory = super().remember(new, memory, part)
         m_BLD = memory.z_BSD if self.copies else new.m_BLD
         if isinstance(memory, GrowingMemory):
-            _, base, fresh = memory[0], Pairs(*memory[1:3]), Pairs(*memory[3:])
-            return GrowingMemory(memory.z_BSD, *base, *fresh.join(self.project(m_BLD)))
+            return GrowingMemory(*memory[:3], *Pairs(*memory[3:]).join(self.project(m_BLD)))
         if isinstance(memory, LongTermTokenMemory):
             return memory._replace(tokens_BMD=append(memory.tokens_BMD, m_BLD, 1, part))
         assert isinstance(memory, LongTermMemory)
@@ -182,10 +182,13 @@ class LongTermLayer(ShortTermLayer):
         )
 
     def begin_segment(self, memory: MelodiMemory) -> MelodiMemory:
-        if not isinstance(memory, LongTermMemory) or memory.keys_BHME.requires_grad:
+        """Where old slots have a gradient, the queue stays whole."""
+        if not isinstance(memory, LongTermMemory):
             return memory
-        none = Pairs(memory.keys_BHME, memory.values_BHME).slots(0, 0)
-        return GrowingMemory(*memory, *none)
+        base = Pairs(memory.keys_BHME, memory.values_BHME)
+        if any(tensor.requires_grad for tensor in base):
+            return memory
+        return GrowingMemory(memory.z_BSD, *base, *base.slots(0, 0))
 
     def end_segment(self, memory: MelodiMemory) -> MelodiMemory:
         if not isinstance(memory, GrowingMemory):
@@ -229,10 +232,18 @@ class TokenMixer(nn.Module):
         self.summary_norm = RMSNorm(config.width) if residual else None
 
     def forward(self, x_BWD: Tensor, u_hat_BSD: Tensor) -> Tensor:
-        context_BWD = x_BWD if self.context_norm is None else self.context_norm(x_BWD)
-        summary_BSD = u_hat_BSD if self.summary_norm is None else self.summary_norm(u_hat_BSD)
-        mixed_BOD = self.weight[: self.window].T @ context_BWD
-        mixed_BOD = mixed_BOD + self.weight[self.window :].T @ summary_BSD
+        context_WO, summary_SO = self.weight.split([self.window, len(self.weight) - self.window])
+        mixed_BOD = mixed(context_WO, x_BWD, self.context_norm)
+        mixed_BOD = mixed_BOD + mixed(summary_SO, u_hat_BSD, self.summary_norm)
         if self.bias is not None:
             mixed_BOD = mixed_BOD + self.bias[:, None]
         return mixed_BOD if self.summary_norm is None else mixed_BOD + u_hat_BSD
+
+
+def mixed(weight_tO: Tensor, x_BtD: Tensor, norm: RMSNorm | None) -> Tensor:
+    """Wᵀ·n(x). The norm's weights are the same for all tokens, so they can follow the few that are
+    mixed instead of the many: Wᵀ(w ∘ x) = w ∘ Wᵀx."""
+    if norm is None:
+        return weight_tO.T @ x_BtD
+    normed_BtD = F.rms_norm(x_BtD, norm.normalized_shape, eps=norm.eps)
+    return weight_tO.T @ normed_BtD * norm.weight

@@ -127,10 +127,11 @@ class Block(nn.Module):
         merged = [merge_heads(a) for a in heads_BHtE]
         a_BtX = merged[0] if len(merged) == 1 else torch.cat(merged, dim=-1)
         y_BtD = x_BtD + self.output(a_BtX)
-        return y_BtD + self._dropped(self.ffn(self.ffn_norm(y_BtD)))
+        f_BtD = self.ffn(self.ffn_norm(y_BtD))
+        return y_BtD + F.dropout(f_BtD, self.dropout, self.training)
 
     def normed(self, x_BtD: Tensor) -> Tensor:
-        return self._dropped(self.attention_norm(x_BtD))
+        return F.dropout(self.attention_norm(x_BtD), self.dropout, self.training)
 
     def queries(self, h_BtD: Tensor) -> Tensor:
         return self.scale.query(split_heads(self.query(h_BtD), self.num_heads))
@@ -142,9 +143,6 @@ class Block(nn.Module):
     @property
     def drop_rate(self) -> float:
         return self.dropout if self.training else 0.0
-
-    def _dropped(self, x_BtD: Tensor) -> Tensor:
-        return F.dropout(x_BtD, self.dropout) if self.drop_rate else x_BtD
 
 
 class AttentionScale(nn.Module):
@@ -164,7 +162,7 @@ class AttentionScale(nn.Module):
     def query(self, q_BHtE: Tensor) -> Tensor:
         if self.factor is None:
             return q_BHtE / self.root
-        return unit(q_BHtE) * self.factor.abs().view(-1, 1, 1)
+        return unit(q_BHtE, self.factor.abs().view(-1, 1, 1))
 
     def key(self, k_BHkE: Tensor) -> Tensor:
         return k_BHkE if self.factor is None else unit(k_BHkE)
@@ -276,11 +274,15 @@ def falling_buckets(count: int, device: torch.device) -> Tensor:
         return bucket_of_distance(torch.arange(count - 1, -1, -1, device=device))
 
 
-def unit(x: Tensor) -> Tensor:
-    if not torch.is_grad_enabled():  # x / √(|x|² + ε), in fewer passes
-        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-        return x / length.hypot_(root_of_epsilon(x.dtype, x.device))
-    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + EPSILON)
+def unit(x: Tensor, length: Tensor | None = None) -> Tensor:
+    """Vectors of length 1, or of this one."""
+    if torch.is_grad_enabled():
+        factor = torch.rsqrt(x.square().sum(-1, keepdim=True) + EPSILON)
+        return x * (factor if length is None else factor * length)
+    # The same in fewer passes: √(|x|² + ε) is the hypotenuse of |x| and √ε.
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    norm = norm.hypot_(root_of_epsilon(x.dtype, x.device))
+    return x / (norm if length is None else norm / length)
 
 
 @functools.cache
