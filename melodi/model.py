@@ -27,9 +27,10 @@ from melodi.config.kinds import KINDS
 from melodi.layers import make_layer
 from melodi.layers.frame import Layer, LayerMemory, OpenWindow, Probe, WindowPart
 from melodi.layers.nats import linear_nats
+from melodi.layers.token import is_bare, next_token
 from melodi.layers.transformer import RelativePositionBias, RMSNorm, Sight, randomise
 from melodi.memory import Fill, Fingerprint, Maker, MemoryState
-from melodi.reading import RaggedRows, Turn, alike, sights, token_sights, turns
+from melodi.reading import RaggedRows, Turn, alike, next_part, sights, token_sights, turns
 from melodi.sharded import gather
 
 
@@ -69,10 +70,11 @@ class LanguageModel(nn.Module):
         self.output_scale = 1 / math.sqrt(config.width) if unit else 1.0
         self.embedding = Embedding(config.vocab_size, config.width, std=1 / self.input_scale)
         self.last_writing_layer = config.last_writing_layer
-        if config.table is not None:
+        self.table = config.table
+        if self.table is not None:
             table_SD = nn.Parameter(torch.empty(config.write_tokens, config.width))
             randomise(table_SD, 0.25)
-            self.register_parameter(config.table, table_SD)
+            self.register_parameter(self.table, table_SD)
         biased = [i for i, kind in enumerate(config.layers) if KINDS[kind].biased(config)]
         self.position_bias = RelativePositionBias(config.num_heads, biased)
         self.layers = nn.ModuleList(make_layer(config, i) for i in range(len(config.layers)))
@@ -175,7 +177,7 @@ class LanguageModel(nn.Module):
     @property
     def table_SD(self) -> Tensor | None:
         """The learned tokens that write tokens start from."""
-        return None if self.config.table is None else getattr(self, self.config.table)
+        return None if self.table is None else getattr(self, self.table)
 
     def _read(
         self,
@@ -186,6 +188,10 @@ class LanguageModel(nn.Module):
     ) -> tuple[Tensor, MemoryState, Tensor | None]:
         """The recurrence over windows k = 1, 2, …: the final hidden vectors, the memory after the
         last, and the layers' own losses."""
+        if lengths_B is None and probe is None and tokens_BT.size(1) == 1 and self._bare():
+            token = self._next_token(tokens_BT, state)
+            if token is not None:
+                return *token, None
         rows = RaggedRows(tokens_BT, self._zeros(state.batch_size, 0, self.config.width))
         device, rows_count = self.embedding.weight.device, state.batch_size
         memory, opened, fill = state.layers, state.open_window, None
@@ -200,6 +206,11 @@ class LanguageModel(nn.Module):
         extra_losses = []
         if lengths_B is None:
             lengths_B = torch.full_like(open_B, tokens_BT.size(1))
+        growing = probe is None and self._grows(state, lengths_B)
+        if growing:
+            memory = tuple(
+                layer.begin_segment(m) for layer, m in zip(self.stack, memory, strict=True)
+            )
         for turn in turns(state, lengths_B):
             if turn.whole:
                 opened, fill = None, None
@@ -219,20 +230,73 @@ class LanguageModel(nn.Module):
                 opened, fill = None, None
             if window.extra_loss is not None:
                 extra_losses.append(window.extra_loss)
+        if growing:
+            memory = tuple(
+                layer.end_segment(m) for layer, m in zip(self.stack, memory, strict=True)
+            )
         state = MemoryState(
             self.config, Maker(self), windows_B, open_B, memory, opened, fill if in_place else None
         )
         x_BTD = F.dropout(self.final_norm(rows.joined()), self.config.dropout, self.training)
         return x_BTD, state, torch.stack(extra_losses).mean() if extra_losses else None
 
+    def _next_token(
+        self, tokens_B1: Tensor, state: MemoryState
+    ) -> tuple[Tensor, MemoryState] | None:
+        """The same for one token of each row inside its window, written in place; None where that
+        cannot be."""
+        weight, stack = self.embedding.weight, self.stack
+        part = next_part(state, weight.device)
+        if part is None or part.place is None or not all(map(is_bare, stack)):
+            return None
+        windows = (part.fewest_windows, part.most_windows)
+        sights = token_sights(self.config, self.position_bias, part.place, windows)
+        writable = state.writable_window()
+        if sights is None or writable is None:
+            return None
+        opened, fill = writable
+        x_B1D = self.embedding(tokens_B1) * self.input_scale
+        for layer, memory, window, sight in zip(stack, state.layers, opened, sights, strict=True):
+            x_B1D = next_token(layer, x_B1D, memory, window, part, sight)
+        fill.open_B = state.open_B + 1
+        counters = state.windows_B, fill.open_B
+        state = MemoryState(self.config, Maker(self), *counters, state.layers, opened, fill)
+        return self.final_norm(x_B1D), state
+
+    def _grows(self, state: MemoryState, lengths_B: Tensor) -> bool:
+        """Whether this is a segment of whole windows on the CPU, with a gradient and without what
+        layers/growing.py cannot do."""
+        device = self.embedding.weight.device.type
+        return (
+            torch.is_grad_enabled()
+            and device == "cpu"
+            and not torch.is_autocast_enabled(device)
+            and not self.static_shapes
+            and not (self.training and self.config.dropout)
+            and not bool((state.open_B + lengths_B % self.config.window).any())
+            and bool((lengths_B == lengths_B[0]).all())
+        )
+
+    def _bare(self) -> bool:
+        """Whether weights may be used directly, token by token: see layers/token.py."""
+        kind = self.embedding.weight.device.type
+        return not (
+            torch.is_grad_enabled()
+            or torch.is_autocast_enabled(kind)
+            or self.static_shapes
+            or (self.training and self.config.dropout)
+        )
+
     def _sights(
         self, turn: Turn, known: dict[tuple[object, ...], tuple[Sight, ...]]
     ) -> tuple[Sight, ...]:
         """Who sees what in this turn; built once for those that are alike."""
         if not self.static_shapes:
-            of_token = token_sights(self.config, self.position_bias, turn)
-            if of_token is not None:
-                return of_token
+            place, windows = turn.token_place, turn.windows_read_B.tolist()
+            if place is not None:
+                of_token = token_sights(self.config, self.position_bias, place, windows)
+                if of_token is not None:
+                    return of_token
         key = alike(self.config, turn)
         if key not in known:
             device = self.embedding.weight.device

@@ -9,7 +9,8 @@
 Shapes: B rows, T tokens, t tokens of a turn, k keys, D width, b = 1 or B.
 """
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -17,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from melodi.config import ModelConfig
-from melodi.config.kinds import KINDS, Kind
+from melodi.config.kinds import KINDS, Kind, LayerKind
 from melodi.layers.frame import Probe, WindowPart
 from melodi.layers.transformer import RelativePositionBias, Sight
 from melodi.memory import MemoryState
@@ -54,6 +55,11 @@ class Turn(NamedTuple):
         return int(self.position_B[0]) if together and self.even else None
 
     @property
+    def token_place(self) -> int | None:
+        """The same if each reads one token that does not fill its window."""
+        return self.place if bool(((self.length_B == 1) & ~self.full_B).all()) else None
+
+    @property
     def even(self) -> bool:
         """All rows read equally many tokens."""
         return bool((self.length_B == self.length_B[0]).all())
@@ -83,7 +89,29 @@ class Turn(NamedTuple):
             full_B=self.full_B.to(device),
             place=self.place if in_place else None,
             probe=probe,
+            windows_read=() if static_shapes else tuple(self.windows_read_B.tolist()),
         )
+
+
+def next_part(state: MemoryState, device: torch.device) -> WindowPart | None:
+    """What `turns` gives where every row reads one token, if all stand at the same place inside
+    their windows: neither the first nor the last."""
+    place = int(state.open_B[0])
+    if not 0 < place < state.config.window - 1 or not bool((state.open_B == place).all()):
+        return None
+    one_B, windows = torch.ones_like(state.open_B), state.windows_B.tolist()
+    return WindowPart(
+        whole=False,
+        opens=False,
+        closes=False,
+        fewest_windows=min(windows),
+        most_windows=max(windows),
+        windows_read_B=state.windows_B.to(device),
+        position_B=state.open_B.to(device),
+        length_B=one_B.to(device),
+        full_B=torch.zeros_like(one_B, dtype=torch.bool, device=device),
+        place=place,
+    )
 
 
 def turns(state: MemoryState, lengths_B: Tensor) -> Iterator[Turn]:
@@ -99,36 +127,60 @@ def turns(state: MemoryState, lengths_B: Tensor) -> Iterator[Turn]:
 
 
 def token_sights(
-    config: ModelConfig, position_bias: RelativePositionBias, turn: Turn
+    config: ModelConfig,
+    position_bias: RelativePositionBias,
+    place: int,
+    windows: Iterable[int],
 ) -> tuple[Sight, ...] | None:
     """The same as `sights` without a mask, where every row reads one token at the same place of a
     window that it does not fill: then the keys that it sees are consecutive."""
-    place, strict = turn.place, config.answers.causal_mask == "strict"
-    if place is None or int(turn.length_B[0]) > 1 or place + 1 == config.window:
+    ranges = token_ranges(config, place, filled_by_kind(config, windows))
+    if ranges is None:
         return None
-    if place == 0 and any(KINDS[kind].read_sees(config) for kind in config.layers):
-        return None  # memory tokens run through the stack, and need their own sight
-    slots = max(KINDS[kind].past(config) for kind in config.layers) + config.window
-    bias = position_bias.by_distance(range(len(config.layers)), slots)
-    ranges = {}
-    for kind in dict.fromkeys(config.layers):
-        row = KINDS[kind]
-        own = row.past(config) + place
-        filled = {row.filled_past(config, n) for n in turn.windows_read_B.tolist()}
-        if config.answers.empty_memory == "zeros":
-            filled = {row.past(config)}
-        reach = row.reach(config)
-        first = row.past(config) - max(filled)
-        first = first if reach is None else max(first, own - reach)
-        stop = own if strict else own + 1
-        if len(filled) > 1 or first >= stop:
-            return None
-        # The last entry of the bias is that of distance 0, which lies at `own`.
-        ranges[kind] = slice(first, stop), slice(slots - 1 - own + first, slots - 1 - own + stop)
+    bias = position_bias.by_distance(range(len(config.layers)), most_slots(config))
     return tuple(
         Sight(None, bias[i][None, :, None, ranges[kind][1]] if i in bias else None, ranges[kind][0])
         for i, kind in enumerate(config.layers)
     )
+
+
+@functools.lru_cache(maxsize=1024)
+def token_ranges(
+    config: ModelConfig, place: int, filled: tuple[frozenset[int], ...]
+) -> dict[LayerKind, tuple[slice, slice]] | None:
+    """By kind: the keys that a token sees, and where their distances are among those that fall from
+    the most that there are slots; None where tokens need a mask."""
+    strict = config.answers.causal_mask == "strict"
+    if place == 0 and any(KINDS[kind].read_sees(config) for kind in config.layers):
+        return None  # memory tokens run through the stack, and need their own sight
+    slots = most_slots(config)
+    ranges: dict[LayerKind, tuple[slice, slice]] = {}
+    for kind, counts in zip(dict.fromkeys(config.layers), filled, strict=True):
+        row = KINDS[kind]
+        own = row.past(config) + place
+        reach = row.reach(config)
+        first = row.past(config) - max(counts)
+        first = first if reach is None else max(first, own - reach)
+        stop = own if strict else own + 1
+        if len(counts) > 1 or first >= stop:
+            return None
+        # The last entry of the bias is that of distance 0, which lies at `own`.
+        ranges[kind] = slice(first, stop), slice(slots - 1 - own + first, slots - 1 - own + stop)
+    return ranges
+
+
+def filled_by_kind(config: ModelConfig, windows: Iterable[int]) -> tuple[frozenset[int], ...]:
+    """How many slots of the past count as filled, in the rows that have read so many windows."""
+    kinds = [KINDS[kind] for kind in dict.fromkeys(config.layers)]
+    if config.answers.empty_memory == "zeros":
+        return tuple(frozenset([kind.past(config)]) for kind in kinds)
+    return tuple(frozenset(kind.filled_past(config, n) for n in windows) for kind in kinds)
+
+
+@functools.cache
+def most_slots(config: ModelConfig) -> int:
+    """Of the past and the window, in the kind that has most."""
+    return max(KINDS[kind].past(config) for kind in config.layers) + config.window
 
 
 def alike(config: ModelConfig, turn: Turn) -> tuple[object, ...]:

@@ -75,3 +75,28 @@ def test_ragged_rows_between_even_ones() -> None:
             theirs = expected[row][read[row] : read[row] + length]
             torch.testing.assert_close(logits[row, :length], theirs, **TOLERANCE)
         read += torch.tensor(lengths)
+
+
+@torch.no_grad()
+def test_whoever_watches_or_adapts_a_part_is_heard() -> None:
+    """Weights are used directly only where modules are what they seem."""
+    model = make(ZOO["melodi-default"])
+    token = random_tokens(1, 1)
+    _, state = model(random_tokens(1, 2), model.empty_state(1))
+    plain, _ = model(token, state)
+    heard: list[int] = []
+    for module in (model.layers[1], model.layers[1].block.ffn.hidden):
+        hook = module.register_forward_hook(lambda *_: heard.append(1))
+        watched, _ = model(token, state)
+        hook.remove()
+        torch.testing.assert_close(watched, plain, **TOLERANCE)
+    assert len(heard) == 2
+
+    class Doubled(torch.nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return 2 * super().forward(x)
+
+    value = model.layers[0].block.value
+    value.__class__ = Doubled
+    adapted, _ = model(token, state)
+    assert not torch.allclose(adapted, plain)

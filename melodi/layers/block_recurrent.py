@@ -16,6 +16,7 @@ from melodi.layers.transformer import (
     AttentionScale,
     Linear,
     Pairs,
+    Projections,
     RMSNorm,
     attend,
     merge_heads,
@@ -50,9 +51,9 @@ class RecurrentLayer(CachedLayer[RecurrentMemory]):
         return (*self.pairs_size(self.window), self.size)
 
     def read(
-        self, a_BHtE: Tensor, seen: Seen, memory: RecurrentMemory, part: WindowPart
+        self, a_BHtE: Tensor, made: Projections, memory: RecurrentMemory, part: WindowPart
     ) -> tuple[Tensor, ...]:
-        q_BHtE = split_heads(self.read_query(seen.h_BtD), self.heads[0])
+        q_BHtE = split_heads(self.read_query(made.h_BtD), self.heads[0])
         pairs = self.state.pairs(self.state.normed(self._states(memory, part)))
         return a_BHtE, attend(self.read_scale.query(q_BHtE), *pairs, dropout=self.block.drop_rate)
 

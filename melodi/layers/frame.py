@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from melodi.config import ModelConfig
 from melodi.config.kinds import KINDS
-from melodi.layers.transformer import Block, Pairs, Sight
+from melodi.layers.transformer import Block, Pairs, Projections, Sight
 
 Zeros = Callable[..., Tensor]
 LayerMemory = tuple[Tensor, ...]
@@ -88,6 +88,8 @@ class WindowPart:
     place: int | None = None
     """Where all rows stand in their open windows, if these may be written to in place."""
     probe: Probe | None = None
+    windows_read: tuple[int, ...] = ()
+    """As `windows_read_B`, on the host; not known where shapes are static."""
 
     def commit(self, new: Tensor, old: Tensor) -> Tensor:
         """The new memory in rows that fill their window, the old one in the others."""
@@ -119,18 +121,15 @@ class WindowPart:
 
 
 class Seen(NamedTuple):
-    """What a layer has made of the tokens, for its kind to read with and to write from."""
+    """What a layer has made of a full window, for its kind to write from."""
 
-    h_BtD: Tensor
-    """The part's tokens after the norm, write tokens last."""
-    q_BHtE: Tensor
     past: Pairs
     window: Pairs
-    """The context tokens of the window so far, without the write tokens."""
+    """The context tokens, without the write tokens."""
     kept_BWD: Tensor
-    """What `keep` gave for the tokens of the window; only for writing."""
+    """What `keep` gave for each of them."""
     u_hat_BSD: Tensor
-    """The paper's û, the write tokens after the block; only for writing."""
+    """The paper's û, the write tokens after the block."""
 
 
 class Written(NamedTuple, Generic[Memory]):
@@ -202,33 +201,32 @@ class Layer(nn.Module, Generic[Memory]):
         """
         tokens = stream.x_BtD.size(1)
         xu_BtD = self.recall(_joined(stream.x_BtD, stream.u_BSD), memory, part)
-        h_BtD, q_BHtE, new = self.block.project(xu_BtD)
-        own, written = new.split(tokens)
+        made = self.block.project(xu_BtD)
+        own, written = made.pairs.split(tokens)
         r_BPD, past = stream.r_BPD, None
         if part.opens:
             past, r_BPD = self.precede(r_BPD, memory, part, sight)
         if window is None:
             assert past is not None, "whole windows open windows"
-            pairs = past.join(new)
+            pairs = past.join(made.pairs)
         else:
             window = self._extended(window, past, own, part)
             pairs = Pairs(window.keys_BHkE, window.values_BHkE)
             past, own = pairs.split(self.past_slots)
             pairs = pairs if stream.u_BSD is None else pairs.join(written)
         if part.probe is not None:
-            part.probe.note(self.index, "self", q_BHtE, pairs, self.block.mask(sight))
+            part.probe.note(self.index, "self", made.q_BHtE, pairs, self.block.mask(sight))
 
-        seen = Seen(h_BtD, q_BHtE, past, own, h_BtD[:, :0], h_BtD[:, :0])
-        a_BHtE = self.block.attend(q_BHtE, pairs, sight)
-        y_BtD = self.block.finish(xu_BtD, *self.read(a_BHtE, seen, memory, part))  # Eq. 1
+        a_BHtE = self.block.attend(made.q_BHtE, pairs, sight)
+        y_BtD = self.block.finish(xu_BtD, *self.read(a_BHtE, made, memory, part))  # Eq. 1
         x_BtD, u_hat_BSD = y_BtD.split([tokens, y_BtD.size(1) - tokens], dim=1)
-        kept_BWD = self.keep(x_BtD, h_BtD[:, :tokens])
+        kept_BWD = self.keep(x_BtD, made.h_BtD[:, :tokens])
         if window is not None:
             kept_BWD = part.put(kept_BWD, window.kept_BWD, dim=1)
             window = window._replace(kept_BWD=kept_BWD)
         if not part.closes:
             return Output(Stream(x_BtD, None, r_BPD), memory, window)
-        seen = seen._replace(kept_BWD=kept_BWD, u_hat_BSD=u_hat_BSD)
+        seen = Seen(past, own, kept_BWD, u_hat_BSD)
         memory, u_BSD, extra_loss = self.write(seen, memory, part)  # Eq. 2
         u_BSD = None if stream.u_BSD is None else u_BSD
         return Output(Stream(x_BtD, u_BSD, r_BPD), memory, window, extra_loss)
@@ -267,6 +265,14 @@ class Layer(nn.Module, Generic[Memory]):
         # Views of one tensor, as between all layers: one compiled graph serves them.
         return Stream(*xu_BtD.split([x_BtD.size(1), len(table_SD)], dim=1))
 
+    def begin_segment(self, memory: Memory) -> LayerMemory:
+        """The memory in the form in which whole windows are read with a gradient."""
+        return memory
+
+    def end_segment(self, memory: Memory) -> LayerMemory:
+        """The memory as it is carried, from that form."""
+        return memory
+
     def past(self, memory: Memory, part: WindowPart) -> Pairs:
         """Keys and values of the slots that precede the window in self-attention."""
         return Pairs(*[memory[0].new_zeros(len(memory[0]), *size) for size in self.pairs_size(0)])
@@ -282,7 +288,7 @@ class Layer(nn.Module, Generic[Memory]):
         return xu_BtD
 
     def read(
-        self, a_BHtE: Tensor, seen: Seen, memory: Memory, part: WindowPart
+        self, a_BHtE: Tensor, made: Projections, memory: Memory, part: WindowPart
     ) -> tuple[Tensor, ...]:
         """What else the queries attend to, combined with or put beside self-attention."""
         return (a_BHtE,)

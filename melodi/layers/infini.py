@@ -24,6 +24,7 @@ from melodi.config import ModelConfig
 from melodi.layers.associative import exact, recalled, stored
 from melodi.layers.frame import Layer, Seen, WindowPart, Written
 from melodi.layers.gate import Gate
+from melodi.layers.transformer import Projections
 
 
 class InfiniMemory(NamedTuple):
@@ -48,10 +49,10 @@ class InfiniLayer(Layer[InfiniMemory]):
         return (heads, head_width, head_width), (heads, head_width)
 
     def read(
-        self, a_BHtE: Tensor, seen: Seen, memory: InfiniMemory, part: WindowPart
+        self, a_BHtE: Tensor, made: Projections, memory: InfiniMemory, part: WindowPart
     ) -> tuple[Tensor, ...]:
         with exact(memory.M_BHEE):
-            q_BHtE = self.block.scale.raw_query(seen.q_BHtE.to(memory.M_BHEE.dtype))
+            q_BHtE = self.block.scale.raw_query(made.q_BHtE.to(memory.M_BHEE.dtype))
             memory_BHtE = recalled(features(q_BHtE), *memory)
         empty_B = part.windows_read_B == 0 if part.fewest_windows == 0 else None
         return (self.gate(a_BHtE, memory_BHtE, empty_B),)

@@ -12,13 +12,15 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from melodi.config import ModelConfig
-from melodi.layers.fifo import append, filled_slots
+from melodi.layers.fifo import append, filled_slots, push
 from melodi.layers.frame import Layer, Seen, WindowPart, Written
 from melodi.layers.gate import Gate
-from melodi.layers.transformer import Pairs, RMSNorm, attend, randomise
+from melodi.layers.growing import attend_growing
+from melodi.layers.transformer import Pairs, Projections, RMSNorm, attend, randomise
 
 
 class ShortTermMemory(NamedTuple):
@@ -42,7 +44,17 @@ class LongTermTokenMemory(NamedTuple):
     tokens_BMD: Tensor
 
 
-MelodiMemory = ShortTermMemory | LongTermMemory | LongTermTokenMemory
+class GrowingMemory(NamedTuple):
+    """LongTermMemory inside a segment: the FIFO as it was, and the pairs appended since."""
+
+    z_BSD: Tensor
+    keys_BHME: Tensor
+    values_BHME: Tensor
+    fresh_keys_BHfE: Tensor
+    fresh_values_BHfE: Tensor
+
+
+MelodiMemory = ShortTermMemory | LongTermMemory | LongTermTokenMemory | GrowingMemory
 
 
 class Branches(NamedTuple):
@@ -144,9 +156,11 @@ class LongTermLayer(ShortTermLayer):
         return (*super().sizes(), (self.slots, self.width))
 
     def read(
-        self, a_BHtE: Tensor, seen: Seen, memory: MelodiMemory, part: WindowPart
+        self, a_BHtE: Tensor, made: Projections, memory: MelodiMemory, part: WindowPart
     ) -> tuple[Tensor, ...]:
         """Cross-attention to the FIFO, and the gate: α·A_long + (1 - α)·A_self."""
+        if isinstance(memory, GrowingMemory):
+            return (self._read_growing(a_BHtE, made.q_BHtE, memory, part),)
         filled = filled_slots(part, self.slots, self.entries_per_window, self.masked)
         if filled.slots == 0:
             return (a_BHtE,)
@@ -156,15 +170,17 @@ class LongTermLayer(ShortTermLayer):
             assert isinstance(memory, LongTermMemory)
             pairs = Pairs(memory.keys_BHME, memory.values_BHME).slots(-filled.slots)
         if part.probe is not None:
-            part.probe.note(self.index, "long-term", seen.q_BHtE, pairs, filled.mask())
+            part.probe.note(self.index, "long-term", made.q_BHtE, pairs, filled.mask())
         long_BHtE = attend(
-            seen.q_BHtE, *pairs, visible=filled.visible_B11M, dropout=self.block.drop_rate
+            made.q_BHtE, *pairs, visible=filled.visible_B11M, dropout=self.block.drop_rate
         )
         return (self.gate(a_BHtE, long_BHtE, filled.empty_B),)
 
     def remember(self, new: Branches, memory: MelodiMemory, part: WindowPart) -> MelodiMemory:
         memory = super().remember(new, memory, part)
         m_BLD = memory.z_BSD if self.copies else new.m_BLD
+        if isinstance(memory, GrowingMemory):
+            return GrowingMemory(*memory[:3], *Pairs(*memory[3:]).join(self.project(m_BLD)))
         if isinstance(memory, LongTermTokenMemory):
             return memory._replace(tokens_BMD=append(memory.tokens_BMD, m_BLD, 1, part))
         assert isinstance(memory, LongTermMemory)
@@ -173,6 +189,39 @@ class LongTermLayer(ShortTermLayer):
             keys_BHME=append(memory.keys_BHME, keys, 2, part),
             values_BHME=append(memory.values_BHME, values, 2, part),
         )
+
+    def begin_segment(self, memory: MelodiMemory) -> MelodiMemory:
+        """Where old slots have a gradient, the queue stays whole."""
+        if not isinstance(memory, LongTermMemory):
+            return memory
+        base = Pairs(memory.keys_BHME, memory.values_BHME)
+        if any(tensor.requires_grad for tensor in base):
+            return memory
+        return GrowingMemory(memory.z_BSD, *base, *base.slots(0, 0))
+
+    def end_segment(self, memory: MelodiMemory) -> MelodiMemory:
+        if not isinstance(memory, GrowingMemory):
+            return memory
+        keys = push(memory.keys_BHME, memory.fresh_keys_BHfE, 2)
+        return LongTermMemory(
+            memory.z_BSD, keys, push(memory.values_BHME, memory.fresh_values_BHfE, 2)
+        )
+
+    def _read_growing(
+        self, a_BHtE: Tensor, q_BHtE: Tensor, memory: GrowingMemory, part: WindowPart
+    ) -> Tensor:
+        """The same inside a segment: only what each row has filled is read."""
+        base, fresh = Pairs(*memory[1:3]), Pairs(*memory[3:])
+        newest = min(fresh.keys_BHkE.size(2), self.slots)
+        written = [n * self.entries_per_window for n in part.windows_read]
+        room = self.slots - newest
+        old = [min(n - newest, room) for n in written]
+        zeros = [0 if self.masked else room - n for n in old]
+        if not self.masked or any(written):
+            long_BHtE = attend_growing(q_BHtE, base, fresh.slots(-newest), old, zeros)
+            empty_B = part.windows_read_B == 0 if self.masked and 0 in written else None
+            return self.gate(a_BHtE, long_BHtE, empty_B)
+        return a_BHtE
 
 
 class TokenMixer(nn.Module):
@@ -200,10 +249,18 @@ class TokenMixer(nn.Module):
                 self.weight[token, output] = 1
 
     def forward(self, x_BWD: Tensor, u_hat_BSD: Tensor) -> Tensor:
-        context_BWD = x_BWD if self.context_norm is None else self.context_norm(x_BWD)
-        summary_BSD = u_hat_BSD if self.summary_norm is None else self.summary_norm(u_hat_BSD)
-        mixed_BOD = self.weight[: self.window].T @ context_BWD
-        mixed_BOD = mixed_BOD + self.weight[self.window :].T @ summary_BSD
+        context_WO, summary_SO = self.weight.split([self.window, len(self.weight) - self.window])
+        mixed_BOD = mixed(context_WO, x_BWD, self.context_norm)
+        mixed_BOD = mixed_BOD + mixed(summary_SO, u_hat_BSD, self.summary_norm)
         if self.bias is not None:
             mixed_BOD = mixed_BOD + self.bias[:, None]
         return mixed_BOD if self.summary_norm is None else mixed_BOD + u_hat_BSD
+
+
+def mixed(weight_tO: Tensor, x_BtD: Tensor, norm: RMSNorm | None) -> Tensor:
+    """Wᵀ·n(x). The norm's weights are the same for all tokens, so they can follow the few that are
+    mixed instead of the many: Wᵀ(w ∘ x) = w ∘ Wᵀx."""
+    if norm is None:
+        return weight_tO.T @ x_BtD
+    normed_BtD = F.rms_norm(x_BtD, norm.normalized_shape, eps=norm.eps)
+    return weight_tO.T @ normed_BtD * norm.weight

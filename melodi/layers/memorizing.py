@@ -16,7 +16,7 @@ from melodi.config import ModelConfig
 from melodi.layers.fifo import append, filled_slots, written_slots
 from melodi.layers.frame import Seen, WindowPart, Written
 from melodi.layers.gate import Gate
-from melodi.layers.transformer import Pairs, attend
+from melodi.layers.transformer import Pairs, Projections, attend
 from melodi.layers.transformer_xl import CachedLayer
 
 
@@ -45,7 +45,7 @@ class MemorizingLayer(CachedLayer[MemorizingMemory]):
         return (*self.pairs_size(self.window), *self.pairs_size(self.slots))
 
     def read(
-        self, a_BHtE: Tensor, seen: Seen, memory: MemorizingMemory, part: WindowPart
+        self, a_BHtE: Tensor, made: Projections, memory: MemorizingMemory, part: WindowPart
     ) -> tuple[Tensor, ...]:
         filled = filled_slots(part, self.slots, self.window, self.masked)
         if filled.slots == 0:
@@ -53,13 +53,13 @@ class MemorizingLayer(CachedLayer[MemorizingMemory]):
         pairs = Pairs(memory.keys_BHME, memory.values_BHME).slots(-filled.slots)
         drop_rate = self.block.drop_rate
         if part.probe is not None:
-            part.probe.note(self.index, "long-term", seen.q_BHtE, pairs, filled.mask())
+            part.probe.note(self.index, "long-term", made.q_BHtE, pairs, filled.mask())
         if self.top_k is None or self.top_k >= filled.slots:
-            long_BHtE = attend(seen.q_BHtE, *pairs, visible=filled.visible_B11M, dropout=drop_rate)
+            long_BHtE = attend(made.q_BHtE, *pairs, visible=filled.visible_B11M, dropout=drop_rate)
         else:
             written_B11M = written_slots(part, filled.slots, self.window)
             long_BHtE = attend_best(
-                seen.q_BHtE, pairs, written_B11M, self.top_k, self.masked, drop_rate
+                made.q_BHtE, pairs, written_B11M, self.top_k, self.masked, drop_rate
             )
         return (self.gate(a_BHtE, long_BHtE, filled.empty_B),)
 

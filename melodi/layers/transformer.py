@@ -40,6 +40,9 @@ class Pairs(NamedTuple):
             return self  # a slice of everything costs a copy of its gradient
         return Pairs(self.keys_BHkE[:, :, start:stop], self.values_BHkE[:, :, start:stop])
 
+    def rows(self, rows: slice) -> "Pairs":
+        return Pairs(self.keys_BHkE[rows], self.values_BHkE[rows])
+
     def split(self, slots: int) -> "tuple[Pairs, Pairs]":
         """The first slots, and the rest."""
         sizes = [slots, self.keys_BHkE.size(2) - slots]
@@ -121,7 +124,9 @@ class Block(nn.Module):
 
     def finish(self, x_BtD: Tensor, *heads_BHtE: Tensor) -> Tensor:
         """Back from attention to the residual stream, and through the feed-forward."""
-        y_BtD = x_BtD + self.output(torch.cat([merge_heads(a) for a in heads_BHtE], dim=-1))
+        merged = [merge_heads(a) for a in heads_BHtE]
+        a_BtX = merged[0] if len(merged) == 1 else torch.cat(merged, dim=-1)
+        y_BtD = x_BtD + self.output(a_BtX)
         f_BtD = self.ffn(self.ffn_norm(y_BtD))
         return y_BtD + F.dropout(f_BtD, self.dropout, self.training)
 
@@ -157,7 +162,7 @@ class AttentionScale(nn.Module):
     def query(self, q_BHtE: Tensor) -> Tensor:
         if self.factor is None:
             return q_BHtE / self.root
-        return unit(q_BHtE) * self.factor.abs()[:, None, None]
+        return unit(q_BHtE, self.factor.abs().view(-1, 1, 1))
 
     def key(self, k_BHkE: Tensor) -> Tensor:
         return k_BHkE if self.factor is None else unit(k_BHkE)
@@ -176,7 +181,7 @@ class AttentionScale(nn.Module):
     def bias(self, bias_bHtk: Tensor | None) -> Tensor | None:
         if self.factor is None or bias_bHtk is None:
             return bias_bHtk
-        return bias_bHtk * self.factor.abs()[:, None, None]
+        return bias_bHtk * self.factor.abs().view(-1, 1, 1)
 
 
 class FeedForward(nn.Module):
@@ -269,8 +274,22 @@ def falling_buckets(count: int, device: torch.device) -> Tensor:
         return bucket_of_distance(torch.arange(count - 1, -1, -1, device=device))
 
 
-def unit(x: Tensor) -> Tensor:
-    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + EPSILON)
+def unit(x: Tensor, length: Tensor | None = None) -> Tensor:
+    """Vectors of length 1, or of this one."""
+    if torch.is_grad_enabled():
+        factor = torch.rsqrt(x.square().sum(-1, keepdim=True) + EPSILON)
+        return x * (factor if length is None else factor * length)
+    # The same in fewer passes: √(|x|² + ε) is the hypotenuse of |x| and √ε.
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    norm = norm.hypot_(root_of_epsilon(x.dtype, x.device))
+    return x / (norm if length is None else norm / length)
+
+
+@functools.cache
+def root_of_epsilon(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A constant."""
+    with torch.inference_mode(False):
+        return torch.tensor(EPSILON**0.5, dtype=dtype, device=device)
 
 
 def split_heads(x_BtX: Tensor, num_heads: int) -> Tensor:

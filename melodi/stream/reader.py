@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple, Unpack
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from melodi import boundary
@@ -294,7 +294,11 @@ class StreamReader:
 @contextlib.contextmanager
 def evaluating(model: LanguageModel) -> Iterator[None]:
     """The model without dropout; afterwards every part is in the mode that it was in."""
-    training = [module for module in model.modules() if module.training]
+    modules: list[nn.Module | None] = [model]
+    for module in modules:  # model.modules() takes several times as long, and each token pays it
+        if module is not None:
+            modules.extend(module._modules.values())
+    training = [module for module in modules if module is not None and module.training]
     for module in training:
         module.training = False
     try:

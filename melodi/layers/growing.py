@@ -1,0 +1,111 @@
+"""Attention to a FIFO that grows while a segment is trained on, on the CPU.
+
+Inside a segment a FIFO is two parts: `base`, as it was when the segment began, without gradient and
+the same tensor for all windows, and `fresh`, the few slots that were appended since. So no window
+keeps a queue of its own for the backward pass, and no gradient of old slots is computed.
+Every row attends to what it has filled, and to nothing else; slots that count as zeros only add
+their number to the sum by which the softmax divides.
+
+Shapes: B rows, H heads, t query tokens, M slots of the base, f fresh slots, E head width.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from melodi.layers.transformer import Pairs
+
+CHUNK = 512
+"""Slots of the base that the backward pass takes at a time: their scores stay in the cache."""
+
+
+def attend_growing(
+    q_BHtE: Tensor, base: Pairs, fresh: Pairs, old: Sequence[int], zeros: Sequence[int]
+) -> Tensor:
+    """softmax(q·k)·v over the newest `old` slots of the base, the fresh ones, and as many slots of
+    zeros, each given by row. Zero where a row has none of them."""
+    return GrowingAttention.apply(q_BHtE, *base, *fresh, tuple(old), tuple(zeros))
+
+
+class GrowingAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q_BHtE: Tensor,
+        base_keys: Tensor,
+        base_values: Tensor,
+        fresh_keys: Tensor,
+        fresh_values: Tensor,
+        old: tuple[int, ...],
+        zeros: tuple[int, ...],
+    ) -> Tensor:
+        base, fresh = Pairs(base_keys, base_values), Pairs(fresh_keys, fresh_values)
+        if len(set(zip(old, zeros, strict=True))) == 1:
+            out_BHtE, total_BHt1 = attend_parts(q_BHtE, base, fresh, old[0], zeros[0])
+        else:
+            one = [slice(b, b + 1) for b in range(len(old))]
+            rows = [
+                attend_parts(q_BHtE[b], base.rows(b), fresh.rows(b), *counts)
+                for b, *counts in zip(one, old, zeros, strict=True)
+            ]
+            out_BHtE, total_BHt1 = (torch.cat(parts) for parts in zip(*rows, strict=True))
+        ctx.save_for_backward(q_BHtE, *base, *fresh, out_BHtE, total_BHt1)
+        ctx.old = old
+        return out_BHtE
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad_BHtE: Tensor) -> tuple[Tensor | None, ...]:
+        q_BHtE, base_keys, base_values, *fresh, out_BHtE, total_BHt1 = ctx.saved_tensors
+        grad_BHtE = grad_BHtE.contiguous()
+        delta_BHt1 = (grad_BHtE * out_BHtE).sum(-1, keepdim=True)
+        grads_q, grads_fresh = [], []
+        for b, slots in enumerate(ctx.old):
+            q, grad = q_BHtE[b].contiguous(), grad_BHtE[b]
+            minus_total, minus_delta = -total_BHt1[b], -delta_BHt1[b]
+            grad_q = torch.zeros_like(q)
+
+            def weights(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+                """The softmax p over these slots, and the gradient of q·k."""
+                p = torch.baddbmm(minus_total, q, k.mT).exp_()  # noqa: B023
+                return p, torch.baddbmm(minus_delta, grad, v.mT).mul_(p)  # noqa: B023
+
+            end = base_keys.size(2)
+            for start in range(end - slots, end, CHUNK):
+                k = base_keys[b, :, start : start + CHUNK]
+                _, ds = weights(k, base_values[b, :, start : start + CHUNK])
+                grad_q.baddbmm_(ds, k)
+            p, ds = weights(fresh[0][b], fresh[1][b])
+            grad_q.baddbmm_(ds, fresh[0][b])
+            grads_q.append(grad_q)
+            grads_fresh.append((ds.mT @ q, p.mT @ grad))
+        keys, values = (torch.stack(grads) for grads in zip(*grads_fresh, strict=True))
+        return torch.stack(grads_q), None, None, keys, values, None, None
+
+
+def attend_parts(
+    q_BHtE: Tensor, base: Pairs, fresh: Pairs, old: int, zeros: int
+) -> tuple[Tensor, Tensor]:
+    """Attention, and the logarithm of the sum of exp(q·k): each part by itself, then together."""
+    parts = []
+    if old:
+        out_BHtE, total_BHt = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q_BHtE, *base.slots(-old), scale=1.0
+        )
+        parts.append((out_BHtE, total_BHt[..., None].to(q_BHtE.dtype)))
+    if fresh.keys_BHkE.size(2):
+        scores_BHtf = q_BHtE @ fresh.keys_BHkE.mT
+        total_BHt1 = scores_BHtf.logsumexp(-1, keepdim=True)
+        parts.append((scores_BHtf.sub_(total_BHt1).exp_() @ fresh.values_BHkE, total_BHt1))
+    if zeros or not parts:
+        nothing_BHtE = torch.zeros_like(q_BHtE)
+        parts.append((nothing_BHtE, nothing_BHtE[..., :1] + math.log(max(zeros, 1))))
+    out_BHtE, total_BHt1 = parts[0]
+    for other_BHtE, other_BHt1 in parts[1:]:
+        share_BHt1 = (other_BHt1 - total_BHt1).sigmoid()
+        out_BHtE = torch.lerp(out_BHtE, other_BHtE, share_BHt1)
+        total_BHt1 = torch.logaddexp(total_BHt1, other_BHt1)
+    return out_BHtE, total_BHt1
