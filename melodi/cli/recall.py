@@ -11,7 +11,7 @@ import tyro
 from melodi.cli.console import Paths, check_at_least, parse, print_table, use_threads
 from melodi.files import json_text, read_json, write_json
 
-TaskName = Literal["passkey", "needle", "mqar", "rewrite", "copy", "forgetting"]
+TaskName = Literal["passkey", "needle", "mqar", "facts", "rewrite", "copy", "forgetting"]
 OF_RUNS = ("forgetting", "passkey")
 PRESETS = (
     "laptop-melodi",
@@ -25,7 +25,7 @@ PRESETS = (
 @dataclass
 class RecallArgs:
     task: Annotated[tyro.conf.Positional[TaskName], tyro.conf.arg(metavar="TASK")]
-    """passkey, needle, mqar, rewrite, copy, or forgetting (of runs only)."""
+    """passkey, needle, mqar, facts, rewrite, copy, or forgetting (of runs only)."""
     out: Path
     """Folder for the records and the picture; what is there is not trained again."""
     presets: tuple[str, ...] = PRESETS
@@ -82,6 +82,7 @@ TITLES = {
     "passkey": "Passkey: a number read k windows ago",
     "needle": "Needle: one key and value among other words",
     "mqar": "Multi-query associative recall",
+    "facts": "Facts of one token",
     "rewrite": "Rewrite: the last value of a key",
     "copy": "Copy: a sequence read k windows ago",
     "forgetting": "Forgetting: a window met again after k windows",
@@ -180,11 +181,7 @@ def asked_runs(options: RecallArgs, folder: Path) -> list[dict[str, Any]]:
     for path in options.run:
         model, run = load(path), Run(path)
         documents = run.open_store(options.data).split(options.split)
-        record: dict[str, Any] = {
-            "name": path.resolve().name,
-            "run": str(path),
-            "split": options.split,
-        }
+        record: dict[str, Any] = {"name": str(path), "split": options.split}
         if options.task == "forgetting":
             record["curve"] = forgetting(model, documents, rows=options.rows)
         else:
@@ -192,7 +189,7 @@ def asked_runs(options: RecallArgs, folder: Path) -> list[dict[str, Any]]:
                 model, documents, rows=options.rows, seed=options.seed
             )
             record["chance"] = 1 / CANDIDATES
-        write_json(folder / f"{record['name']}.json", record)
+        write_json(folder / f"{'-'.join(path.resolve().parts[1:])}.json", record)
         found.append(record)
     return found
 

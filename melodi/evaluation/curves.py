@@ -25,7 +25,10 @@ def draw_recall(records: list[dict[str, Any]], title: str, path: Path) -> Path:
         else:
             draw_remembered(axes, record, style)
     distances = sorted({point["distance"] for record in records for point in record["curve"]})
-    axes.set(xlabel="windows since the fact was read", title=title)
+    if "chance" in records[0]:
+        chance = records[0]["chance"]
+        axes.axhline(chance, color="black", linestyle=":", linewidth=1, label="chance")
+    axes.set(xlabel="windows since it was read", title=title)
     if distances[-1] > 4 * len(distances):
         axes.set_xscale("log", base=2)
     axes.set_xticks(distances, [str(distance) for distance in distances])
@@ -42,9 +45,6 @@ def draw_accuracy(axes: Any, record: dict[str, Any], style: dict[str, str]) -> N
     points = [(point["distance"], point["accuracy"]) for point in record["curve"]]
     axes.plot(*zip(*points, strict=True), label=record["name"], markersize=5, **style)
     axes.set(ylabel="share of right answers", ylim=(-0.03, 1.03))
-    if axes.get_gid() != "chance":
-        axes.axhline(record["chance"], color="black", linestyle=":", linewidth=1, label="chance")
-        axes.set_gid("chance")
 
 
 def draw_remembered(axes: Any, record: dict[str, Any], style: dict[str, str]) -> None:

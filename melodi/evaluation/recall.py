@@ -107,10 +107,9 @@ def forgetting(
     probes: int = 4,
 ) -> list[dict[str, Any]]:
     """The forgetting curve on the longest documents, from `probes` places of each."""
-    tokens_RT = longest(documents, rows, model.config.window, 2)
-    rows, window = len(tokens_RT), model.config.window
-    count = (tokens_RT.size(1) - 1) // window
-    last = min(count, max(distances) + 4 * probes)
+    window = model.config.window
+    tokens_RT = longest(documents, rows, window, max(distances) + 4 * probes)
+    rows, last = len(tokens_RT), (tokens_RT.size(1) - 1) // window
     places = sorted({int(place) for place in np.linspace(last // 2, last, probes).round()} - {0})
     meetings = Meetings(rows)
     firsts: list[Tensor] = []
@@ -138,18 +137,19 @@ def nats_of(model: LanguageModel, tokens_RT: Tensor, state: MemoryState) -> Tens
     return model.nats(tokens_RT[:, :-1], tokens_RT[:, 1:], state).nats_BT
 
 
-def longest(documents: Documents, rows: int, window: int, least: int) -> Tensor:
-    """The longest documents side by side, cut to the shortest of them; fewer rows rather than
-    less than half of what the longest has."""
-    order = np.argsort(documents.lengths, kind="stable")[::-1]
-    lengths = documents.lengths[order]
-    enough = max(least * window + 1, int(lengths[0]) // 2 if len(lengths) else 0)
-    chosen = order[: max(int((lengths[:rows] >= enough).sum()), min(2, len(order)))]
+def longest(documents: Documents, rows: int, window: int, windows: int) -> Tensor:
+    """The longest documents side by side, all cut to the same length: those that have as many
+    windows as wanted, or else the two longest."""
+    order = np.argsort(documents.lengths, kind="stable")[::-1][:rows]
+    enough = int((documents.lengths[order] > windows * window).sum())
+    chosen = order[: max(enough, 2)]
     length = int(documents.lengths[chosen].min()) if len(chosen) > 1 else 0
-    if length < least * window + 1:
+    if length <= 2 * window:
         raise ValueError(
-            f"no two documents have {least * window + 1} tokens, {least} windows: give longer ones"
+            f"no two documents have {2 * window + 1} tokens, two windows: give longer ones, and "
+            "at least two rows"
         )
+    length = min(length, windows * window + 1)
     return torch.stack(
         [torch.from_numpy(documents[int(i)][:length].astype(np.int64)) for i in chosen]
     )
@@ -166,7 +166,7 @@ def passkey_in_text(
     """How often the planted number is the one that planting makes likelier by most, of ten, by
     windows since it was planted; in each document several numbers, at least two, one at a time."""
     window, random = model.config.window, np.random.default_rng(seed)
-    texts_RT = longest(documents, rows, window, 2).repeat_interleave(numbers, 0)
+    texts_RT = longest(documents, rows, window, max(distances) + 1).repeat_interleave(numbers, 0)
     choices = [candidates_of(model.tokenizer, random) for _ in texts_RT]
     begun, before = model.tokenizer.encode_next(SENTENCE), window // 2
     planted = [
@@ -182,12 +182,13 @@ def passkey_in_text(
             if end > tokens_RT.size(1):
                 break
             _, state, _ = model.hidden(tokens_RT[:, read:end], state)
-            read, right = end, 0
+            read, right = end, 0.0
             for row, choice in enumerate(choices):
                 # The same document with another number: only the number makes the difference.
                 other = row - row % numbers + (row + 1) % numbers
                 now, usual = (costs(model, state.select([i]), begun, choice) for i in (row, other))
-                right += int((now - usual).argmin()) == 0
+                best = now - usual == (now - usual).min()
+                right += float(best[0] / best.sum())  # of numbers that are alike one is guessed
             found.append(
                 {"distance": k, "accuracy": right / len(choices), "questions": len(choices)}
             )
