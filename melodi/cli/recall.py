@@ -30,7 +30,7 @@ class RecallArgs:
     """Folder for the records and the picture; what is there is not trained again."""
     presets: tuple[str, ...] = PRESETS
     """Kinds of which tiny models are trained from nothing."""
-    run: tuple[Path, ...] = ()
+    run: Annotated[tuple[Path, ...], tyro.conf.arg(help_behavior_hint="(default: none)")] = ()
     """Run folders to be asked instead, with forgetting and passkey."""
     data: Path | None = None
     """A token store made with the runs' tokenizer; each run's own when not given."""
@@ -52,7 +52,7 @@ class RecallArgs:
 
 
 def recall(args: list[str]) -> None:
-    """How far back models remember: tiny models that learn a task here, or runs as they are.
+    """How far back models remember: tiny ones that learn a task here, or runs.
 
     Example: melodi recall passkey --presets laptop-melodi laptop-no-memory --out recall
     """
@@ -63,6 +63,8 @@ def recall(args: list[str]) -> None:
 
     if options.task == "forgetting" and not options.run:
         raise ValueError("forgetting curves are measured on runs: give one or more with --run")
+    if not options.run and not options.presets:
+        raise ValueError("--presets names no preset: give one or more, or runs with --run")
     if options.run and options.task not in OF_RUNS:
         raise ValueError(
             f"--run with {options.task}: a run knows no such tokens; choose one of "
