@@ -63,6 +63,8 @@ def recall(args: list[str]) -> None:
 
     if options.task == "forgetting" and not options.run:
         raise ValueError("forgetting curves are measured on runs: give one or more with --run")
+    if not options.run and not options.presets:
+        raise ValueError("--presets names no preset: give one or more, or runs with --run")
     if options.run and options.task not in OF_RUNS:
         raise ValueError(
             f"--run with {options.task}: a run knows no such tokens; choose one of "
