@@ -36,7 +36,7 @@ def ship(source: Path, folder: Path, bf16: bool) -> Path:
     if bf16:
         tensors = {name: tensor.to(torch.bfloat16) for name, tensor in tensors.items()}
     write_tensors(folder / LAST, tensors, read_header(weights))
-    for path in () if bf16 else sorted(source.glob("eval-*.json")):
+    for path in () if bf16 else sorted(source.glob("*eval-*.json")):
         record = read_json(path)
         write_json(folder / path.name, {**record, "store": Path(record["store"]).name})
     load(folder)
