@@ -4,19 +4,20 @@
     melodi eval half --data store                             # what these weights are worth
     python tools/ship_run.py half melodi/shipped/laptop-melodi
 
-Config, environment, tokenizer, the best weights as model.safetensors, and the records of `melodi
-eval`; with --bf16 none of these, because they are of other weights. Paths of stores are cut to
-their last names.
+Config, environment, metrics, tokenizer, the best weights as model.safetensors, and the records of
+`melodi eval`; with --bf16 none of these, because they are of other weights. Paths of stores are cut
+to their last names.
 """
 
 import argparse
+import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from melodi.files import read_header, read_json, read_tensors, write_json, write_tensors
-from melodi.run import CONFIG, ENVIRONMENT, LAST, Run, load, weights_file
+from melodi.run import CONFIG, ENVIRONMENT, LAST, METRICS, Run, load, weights_file
 
 
 def ship(source: Path, folder: Path, bf16: bool) -> Path:
@@ -30,8 +31,9 @@ def ship(source: Path, folder: Path, bf16: bool) -> Path:
     _, tensors = read_tensors(weights, sealed=False)
     folder.mkdir(parents=True)
     write_json(folder / CONFIG, config)
-    if (source / ENVIRONMENT).exists():
-        write_json(folder / ENVIRONMENT, read_json(source / ENVIRONMENT))
+    for name in (ENVIRONMENT, METRICS):
+        if (source / name).exists():
+            shutil.copyfile(source / name, folder / name)
     tokenizer.save(folder)
     if bf16:
         tensors = {name: tensor.to(torch.bfloat16) for name, tensor in tensors.items()}
