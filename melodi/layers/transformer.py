@@ -276,7 +276,7 @@ def falling_buckets(count: int, device: torch.device) -> Tensor:
 
 def unit(x: Tensor, length: Tensor | None = None) -> Tensor:
     """Vectors of length 1, or of this one."""
-    if torch.is_grad_enabled():
+    if torch.is_grad_enabled() or torch.compiler.is_compiling():
         factor = torch.rsqrt(x.square().sum(-1, keepdim=True) + EPSILON)
         return x * (factor if length is None else factor * length)
     # The same in fewer passes: √(|x|² + ε) is the hypotenuse of |x| and √ε.
