@@ -23,7 +23,7 @@ class ReportArgs:
 def report(args: list[str]) -> None:
     """Run folder to plots, recipe folder to a page (extra: plot).
 
-    A run gets report.png; a recipe, finished or not, report.html and report.md.
+    A run gets a picture; a recipe, finished or not, a page as HTML and Markdown.
 
     Example: melodi report runs/first results
     """

@@ -128,6 +128,7 @@ class ModelConfig:
             if getattr(config, field.name) != field.default
         }
         values["dialect"] = dataclasses.asdict(self.answers)
+        del values["dialect"]["mixer_start"]  # training leaves nothing of it
         return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
 
 
