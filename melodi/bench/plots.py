@@ -63,3 +63,5 @@ def finish(axes: Any, what: str, title: str) -> None:
     axes.set_yscale("log")
     if axes.get_legend_handles_labels()[0]:
         axes.legend()
+    else:
+        axes.text(0.5, 0.5, "not measured in this run", ha="center", transform=axes.transAxes)
