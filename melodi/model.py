@@ -188,14 +188,15 @@ class LanguageModel(nn.Module):
     ) -> tuple[Tensor, MemoryState, Tensor | None]:
         """The recurrence over windows k = 1, 2, …: the final hidden vectors, the memory after the
         last, and the layers' own losses."""
-        if lengths_B is None and probe is None and tokens_BT.size(1) == 1 and self._bare():
+        in_place = not torch.is_grad_enabled()
+        one = lengths_B is None and probe is None and tokens_BT.size(1) == 1
+        if in_place and one and self._plain():
             token = self._next_token(tokens_BT, state)
             if token is not None:
                 return *token, None
         rows = RaggedRows(tokens_BT, self._zeros(state.batch_size, 0, self.config.width))
         device, rows_count = self.embedding.weight.device, state.batch_size
         memory, opened, fill = state.layers, state.open_window, None
-        in_place = not torch.is_grad_enabled()
         run: Callable[..., Window] = self._window
         if self.checkpoint_windows and not in_place:  # only the edges of windows are kept
             run = functools.partial(checkpoint, self._window, use_reentrant=False)
@@ -264,25 +265,21 @@ class LanguageModel(nn.Module):
         return self.final_norm(x_B1D), state
 
     def _grows(self, state: MemoryState, lengths_B: Tensor) -> bool:
-        """Whether this is a segment of whole windows on the CPU, with a gradient and without what
-        layers/growing.py cannot do."""
-        device = self.embedding.weight.device.type
+        """Whether this is a segment of whole windows on the CPU, with a gradient: then queues take
+        the form of layers/growing.py."""
         return (
             torch.is_grad_enabled()
-            and device == "cpu"
-            and not torch.is_autocast_enabled(device)
-            and not self.static_shapes
-            and not (self.training and self.config.dropout)
+            and self.embedding.weight.device.type == "cpu"
+            and self._plain()
             and not bool((state.open_B + lengths_B % self.config.window).any())
             and bool((lengths_B == lengths_B[0]).all())
         )
 
-    def _bare(self) -> bool:
-        """Whether weights may be used directly, token by token: see layers/token.py."""
-        kind = self.embedding.weight.device.type
+    def _plain(self) -> bool:
+        """Without autocast, static shapes and dropout, which the short cuts of layers/growing.py
+        and layers/token.py cannot do."""
         return not (
-            torch.is_grad_enabled()
-            or torch.is_autocast_enabled(kind)
+            torch.is_autocast_enabled(self.embedding.weight.device.type)
             or self.static_shapes
             or (self.training and self.config.dropout)
         )

@@ -91,6 +91,13 @@ assert not heavy, heavy
     assert done.returncode == 0, done.stderr
 
 
+def test_tasks_bring_their_own_documents(capsys: pytest.CaptureFixture[str]) -> None:
+    """What belongs to a store is refused beside --tasks, and what belongs to tasks without it."""
+    assert "name them with --tasks" in refused(capsys, "eval run --include tasks")
+    for flag in ("--data store", "--max-tokens 5", "--drops"):
+        assert "leave one of them out" in refused(capsys, f"eval run --tasks tale {flag}")
+
+
 def test_every_command_explains_itself(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

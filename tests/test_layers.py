@@ -1,5 +1,7 @@
 """The paper's equations, as the layers compute them."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -9,7 +11,7 @@ from melodi import LanguageModel
 from melodi.evaluation.probes import gates, memory_shares
 from melodi.layers.frame import Stream, WindowPart
 from melodi.layers.melodi import LongTermLayer, ShortTermLayer, ShortTermMemory
-from melodi.layers.transformer import Sight
+from melodi.layers.transformer import EPSILON, Sight
 from melodi.reading import sights, turns
 
 TOLERANCE = dict(rtol=0, atol=1e-12)
@@ -108,3 +110,23 @@ def test_probes_of_compiled_layers(kind: str) -> None:
     assert ours == pytest.approx(theirs)
     assert gates(compiled) == pytest.approx(gates(model))
     assert len(gates(model)) == 1
+
+
+@pytest.mark.parametrize("mixer", ["residual", "matrix"])
+def test_mixers_start_by_handing_on_tokens(mixer: str) -> None:
+    """Before training z is the last tokens of the window (their norms, and the summary, in the
+    residual form), u the summary, and m tokens at equal distances."""
+    dialect = f"default,mixer={mixer}"
+    config = replace(KINDS["melodi"], dialect=dialect, short_term_tokens=2, long_term_tokens=2)
+    layer = LongTermLayer(config, config.layers.index("long"))
+    x, u_hat = torch.randn(1, WINDOW, config.width), torch.randn(1, 2, config.width)
+    new = layer.branch(x, u_hat)
+    last = x[:, -2:]
+    if mixer == "residual":
+        last = torch.nn.functional.rms_norm(last, (config.width,), eps=EPSILON) + u_hat
+    torch.testing.assert_close(new.z_BSD, last)
+    torch.testing.assert_close(new.u_BSD, u_hat)
+    apart = WINDOW // 2
+    torch.testing.assert_close(new.m_BLD, x[:, [apart - 1, 2 * apart - 1]])
+    random = LongTermLayer(replace(config, dialect=f"{dialect},mixer_start=random"), layer.index)
+    assert not torch.allclose(random.branch(x, u_hat).z_BSD, last)

@@ -48,6 +48,7 @@ def eval_(args: list[str]) -> None:
     """
     options = parse(EvalArgs, eval_, args)
     check_at_least(1, rows=options.rows, max_tokens=options.max_tokens)
+    check_tasks(options)
     use_threads(options.threads)
     device = device_named(options.device)
     if options.tasks:
@@ -73,6 +74,18 @@ def eval_(args: list[str]) -> None:
         print_evaluation(options.run, record)
     # Last, so that a run on a disk that cannot be written to still gives its figures.
     write_record(run, record)
+
+
+def check_tasks(options: EvalArgs) -> None:
+    """Tasks bring their own documents."""
+    if options.include is not None and not options.tasks:
+        raise ValueError(f"--include {options.include} is for tasks: name them with --tasks")
+    for name in ("data", "max_tokens", "drops"):
+        if options.tasks and getattr(options, name):
+            flag = name.replace("_", "-")
+            raise ValueError(
+                f"--{flag} is of a store, and --tasks reads none: leave one of them out"
+            )
 
 
 def costs(run: "Run", step: int | None) -> dict[str, Any]:
