@@ -18,6 +18,7 @@ import torch
 
 from melodi.data.segments import Segment, Walker, num_predictions
 from melodi.data.store import Documents
+from melodi.evaluation.intervals import perplexity
 from melodi.evaluation.tallies import Tally
 from melodi.model import LanguageModel, Scored
 
@@ -45,7 +46,7 @@ class Evaluation:
 
     @property
     def perplexity(self) -> float:
-        return math.exp(min(self.loss, 700.0))
+        return perplexity(self.loss)
 
     @property
     def bits_per_byte(self) -> float:

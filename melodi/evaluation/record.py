@@ -106,7 +106,8 @@ class Reading:
             by_place_in_window(window),
             by_window(window),
         )
-        label = f"without {lacking.replace('_', '-')}"
+        kept = lacking == "nothing"
+        label = "memory kept" if kept else f"without {lacking.replace('_', '-')}"
         start = time.perf_counter()
         with tqdm(total=tokens, desc=label, unit="tok", unit_scale=True, disable=None) as bar:
             sums = evaluate(
