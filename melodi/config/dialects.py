@@ -66,7 +66,6 @@ DIALECTS = {
 }
 DIALECTS["default"] = replace(
     DIALECTS["paper"],
-    mixer="residual",
     mixer_start="tokens",
     attention="normalised-root",
     embedding="root",
