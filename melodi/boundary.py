@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from melodi.config import ModelConfig
+from melodi.device import upload
 from melodi.memory import Fingerprint, MemoryState
 
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16)
@@ -64,7 +65,7 @@ def checked_tokens(
     tokens_BT = tokens_BT.long()
     if lengths is not None:
         padding_BT = torch.arange(length) >= lengths[:, None]
-        tokens_BT = tokens_BT.masked_fill(padding_BT.to(tokens_BT.device), 0)
+        tokens_BT = tokens_BT.masked_fill(upload(padding_BT, tokens_BT.device), 0)
     check_ids("token", tokens_BT, 0, config.vocab_size)
     return tokens_BT
 

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from melodi.config import ModelConfig
+from melodi.device import upload
 from melodi.layers import layer_class
 from melodi.layers.frame import LayerMemory, Memory, OpenWindow, named
 from melodi.memory_file import Place, check_tensors, read_memory, write_memory
@@ -129,7 +130,8 @@ class MemoryState:
             raise ValueError(
                 f"rows={index.tolist()} must be indices from 0 to {self.batch_size - 1}, or a mask"
             )
-        state = self._map(lambda tensor: tensor[index.to(tensor.device)])
+        index_on_device = upload(index, self.device)
+        state = self._map(lambda tensor: tensor[index_on_device])
         return replace(
             state, windows_B=self.windows_B[index], open_B=self.open_B[index]
         )._close_if_done()
@@ -140,7 +142,7 @@ class MemoryState:
         self._check_mask(mask_B)
         if not mask_B.any():
             return self
-        mask_on_device_B = mask_B.to(self.device)
+        mask_on_device_B = upload(mask_B, self.device)
 
         def drop(tensor: Tensor) -> Tensor:
             return tensor.masked_fill(mask_on_device_B.view(-1, *[1] * (tensor.dim() - 1)), 0)

@@ -3,7 +3,8 @@
 - `model(tokens, state) -> (logits, state)` for any number of tokens; the same logits however the
   stream is cut. `model.loss` is the same reading without holding all logits.
 - `_read` is the recurrence over windows, `_window` one window through the stack of layers. Where
-  rows stand in their windows is reading.py's business, what is refused boundary.py's.
+  rows stand in their windows is reading.py's business, who sees what sights.py's, what is refused
+  boundary.py's.
 - Input and output embedding are one table; write tokens start every window from another.
 
 Shapes: B rows, T tokens, t tokens of a turn, S write tokens, D width, V vocabulary.
@@ -30,8 +31,9 @@ from melodi.layers.nats import linear_nats
 from melodi.layers.token import is_bare, next_token
 from melodi.layers.transformer import RelativePositionBias, RMSNorm, Sight, randomise
 from melodi.memory import Fill, Fingerprint, Maker, MemoryState
-from melodi.reading import RaggedRows, Turn, alike, next_part, sights, token_sights, turns
+from melodi.reading import RaggedRows, Turn, counters, next_part, turns
 from melodi.sharded import gather
+from melodi.sights import alike, sights, token_sights
 
 
 class Scored(NamedTuple):
@@ -212,12 +214,13 @@ class LanguageModel(nn.Module):
             memory = tuple(
                 layer.begin_segment(m) for layer, m in zip(self.stack, memory, strict=True)
             )
-        for turn in turns(state, lengths_B):
+        plan = list(turns(state, lengths_B))
+        for turn, counters_4B in zip(plan, counters(plan, device), strict=True):
             if turn.whole:
                 opened, fill = None, None
             elif opened is None:
                 opened, fill = self._empty_windows(rows_count), Fill(open_B)
-            part = turn.part(device, self.static_shapes, in_place, probe)
+            part = turn.part(counters_4B, self.static_shapes, in_place, probe)
             seen = self._sights(turn, known)
             window = run(rows.tokens(turn), memory, opened, part, seen)
             memory, opened = window.memory, window.opened
@@ -278,8 +281,9 @@ class LanguageModel(nn.Module):
     def _plain(self) -> bool:
         """Without autocast, static shapes and dropout, which the short cuts of layers/growing.py
         and layers/token.py cannot do."""
+        weight = self.embedding.weight
         return not (
-            torch.is_autocast_enabled(self.embedding.weight.device.type)
+            (not weight.is_meta and torch.is_autocast_enabled(weight.device.type))
             or self.static_shapes
             or (self.training and self.config.dropout)
         )

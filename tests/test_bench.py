@@ -31,7 +31,8 @@ from melodi.bench.sizes import PLANS, SIZES, Plan, Size
 from melodi.bench.subjects import filled_state, our_subject, train_on_document
 from melodi.cli import main
 from melodi.config import kinds
-from melodi.reading import Turn, view_of_past, view_of_window
+from melodi.reading import Turn
+from melodi.sights import view_of_past, view_of_window
 
 TINY = Size(
     {name: replace(config, num_heads=2, head_width=6) for name, config in KINDS.items()},
@@ -93,13 +94,14 @@ def test_the_count_is_torchs(config: ModelConfig) -> None:
 def test_only_keys_that_are_seen_count(config: ModelConfig) -> None:
     """Pairs of self-attention are those of the mask; everything else is the same as when dense."""
     zero, whole = torch.zeros(1, dtype=torch.long), torch.tensor([config.window])
+    cpu = torch.device("cpu")
     for windows_read in (0, 1, 2, 50):
         turn = Turn(zero, whole, torch.tensor([windows_read]), zero, config.window)
         for i, kind in enumerate(config.layers):
             writing = config.write_tokens if i <= config.last_writing_layer else 0
-            seen = view_of_window(config, kinds.KINDS[kind], turn, writing).visible_btk
+            seen = view_of_window(config, kinds.KINDS[kind], turn, writing, cpu).visible_btk
             assert visible_pairs(config, kind, writing, windows_read) == int(seen.sum())
-    past = view_of_past(config, kinds.KINDS[config.layers[0]], turn)
+    past = view_of_past(config, kinds.KINDS[config.layers[0]], turn, cpu)
     assert past_pairs(config, 0, MANY, False) == (
         0 if past is None else int(past.visible_btk.sum())
     )

@@ -12,7 +12,8 @@ from melodi.evaluation.probes import gates, memory_shares
 from melodi.layers.frame import Stream, WindowPart
 from melodi.layers.melodi import LongTermLayer, ShortTermLayer, ShortTermMemory
 from melodi.layers.transformer import EPSILON, Sight
-from melodi.reading import sights, turns
+from melodi.reading import counters, turns
+from melodi.sights import sights
 
 TOLERANCE = dict(rtol=0, atol=1e-12)
 
@@ -23,7 +24,7 @@ def one_window(model: LanguageModel) -> tuple[WindowPart, tuple[Sight, ...]]:
     (turn,) = turns(state, torch.tensor([WINDOW]))
     device = torch.device("cpu")
     seen = sights(model.config, model.position_bias, turn, device, static_shapes=False)
-    return turn.part(device), seen
+    return turn.part(counters([turn], device)[0]), seen
 
 
 def test_equations_1_and_2() -> None:

@@ -16,10 +16,39 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from melodi.layers.fifo import push
+from melodi.layers.frame import WindowPart
 from melodi.layers.transformer import Pairs
 
 CHUNK = 512
 """Slots of the base that the backward pass takes at a time: their scores stay in the cache."""
+
+
+def attend_filled(
+    q_BHtE: Tensor,
+    base: Pairs,
+    fresh: Pairs,
+    part: WindowPart,
+    entries_per_window: int,
+    masked: bool,
+) -> tuple[Tensor | None, Tensor | None]:
+    """Attention to what each row has filled; None where no row has filled anything. Also the rows
+    that have not; None where all have."""
+    slots = base.keys_BHkE.size(2)
+    newest = min(fresh.keys_BHkE.size(2), slots)
+    written = [n * entries_per_window for n in part.windows_read]
+    if masked and not any(written):
+        return None, None
+    old = [min(n, slots) - newest for n in written]
+    zeros = [0 if masked else slots - newest - n for n in old]
+    empty_B = part.windows_read_B == 0 if masked and 0 in written else None
+    return attend_growing(q_BHtE, base, fresh.slots(-newest), old, zeros), empty_B
+
+
+def pushed(base: Pairs, fresh: Pairs) -> Pairs:
+    """The FIFO with its fresh slots."""
+    keys, values = (push(old, new, 2) for old, new in zip(base, fresh, strict=True))
+    return Pairs(keys, values)
 
 
 def attend_growing(
@@ -81,9 +110,13 @@ class GrowingAttention(torch.autograd.Function):
             p, ds = weights(fresh[0][b], fresh[1][b])
             grad_q.baddbmm_(ds, fresh[0][b])
             grads_q.append(grad_q)
-            grads_fresh.append((ds.mT @ q, p.mT @ grad))
+            if ctx.needs_input_grad[3] or ctx.needs_input_grad[4]:
+                grads_fresh.append((ds.mT @ q, p.mT @ grad))
+        grad_q_BHtE = torch.stack(grads_q)
+        if not grads_fresh:
+            return grad_q_BHtE, *[None] * 6
         keys, values = (torch.stack(grads) for grads in zip(*grads_fresh, strict=True))
-        return torch.stack(grads_q), None, None, keys, values, None, None
+        return grad_q_BHtE, None, None, keys, values, None, None
 
 
 def attend_parts(

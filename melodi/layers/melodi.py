@@ -16,10 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from melodi.config import ModelConfig
-from melodi.layers.fifo import append, filled_slots, push
+from melodi.layers.fifo import append, filled_slots
 from melodi.layers.frame import Layer, Seen, WindowPart, Written
 from melodi.layers.gate import Gate
-from melodi.layers.growing import attend_growing
+from melodi.layers.growing import attend_filled, pushed
 from melodi.layers.transformer import Pairs, Projections, RMSNorm, attend, randomise
 
 
@@ -160,7 +160,11 @@ class LongTermLayer(ShortTermLayer):
     ) -> tuple[Tensor, ...]:
         """Cross-attention to the FIFO, and the gate: α·A_long + (1 - α)·A_self."""
         if isinstance(memory, GrowingMemory):
-            return (self._read_growing(a_BHtE, made.q_BHtE, memory, part),)
+            base, fresh = Pairs(*memory[1:3]), Pairs(*memory[3:])
+            long, empty_B = attend_filled(
+                made.q_BHtE, base, fresh, part, self.entries_per_window, self.masked
+            )
+            return (a_BHtE if long is None else self.gate(a_BHtE, long, empty_B),)
         filled = filled_slots(part, self.slots, self.entries_per_window, self.masked)
         if filled.slots == 0:
             return (a_BHtE,)
@@ -202,26 +206,7 @@ class LongTermLayer(ShortTermLayer):
     def end_segment(self, memory: MelodiMemory) -> MelodiMemory:
         if not isinstance(memory, GrowingMemory):
             return memory
-        keys = push(memory.keys_BHME, memory.fresh_keys_BHfE, 2)
-        return LongTermMemory(
-            memory.z_BSD, keys, push(memory.values_BHME, memory.fresh_values_BHfE, 2)
-        )
-
-    def _read_growing(
-        self, a_BHtE: Tensor, q_BHtE: Tensor, memory: GrowingMemory, part: WindowPart
-    ) -> Tensor:
-        """The same inside a segment: only what each row has filled is read."""
-        base, fresh = Pairs(*memory[1:3]), Pairs(*memory[3:])
-        newest = min(fresh.keys_BHkE.size(2), self.slots)
-        written = [n * self.entries_per_window for n in part.windows_read]
-        room = self.slots - newest
-        old = [min(n - newest, room) for n in written]
-        zeros = [0 if self.masked else room - n for n in old]
-        if not self.masked or any(written):
-            long_BHtE = attend_growing(q_BHtE, base, fresh.slots(-newest), old, zeros)
-            empty_B = part.windows_read_B == 0 if self.masked and 0 in written else None
-            return self.gate(a_BHtE, long_BHtE, empty_B)
-        return a_BHtE
+        return LongTermMemory(memory.z_BSD, *pushed(Pairs(*memory[1:3]), Pairs(*memory[3:])))
 
 
 class TokenMixer(nn.Module):

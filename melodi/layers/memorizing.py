@@ -16,6 +16,7 @@ from melodi.config import ModelConfig
 from melodi.layers.fifo import append, filled_slots, written_slots
 from melodi.layers.frame import Seen, WindowPart, Written
 from melodi.layers.gate import Gate
+from melodi.layers.growing import attend_filled, pushed
 from melodi.layers.transformer import Pairs, Projections, attend
 from melodi.layers.transformer_xl import CachedLayer
 
@@ -29,10 +30,24 @@ class MemorizingMemory(NamedTuple):
     values_BHME: Tensor
 
 
-class MemorizingLayer(CachedLayer[MemorizingMemory]):
+class GrowingMemorizingMemory(NamedTuple):
+    """The same inside a segment: the FIFO as it was, and the pairs appended since."""
+
+    cache_keys_BHWE: Tensor
+    cache_values_BHWE: Tensor
+    keys_BHME: Tensor
+    values_BHME: Tensor
+    fresh_keys_BHfE: Tensor
+    fresh_values_BHfE: Tensor
+
+
+PairsMemory = MemorizingMemory | GrowingMemorizingMemory
+
+
+class MemorizingLayer(CachedLayer[PairsMemory]):
     """Also attends to the pairs of all earlier windows, densely or to the k best."""
 
-    carries = MemorizingMemory
+    carries: type[PairsMemory] = MemorizingMemory
 
     def __init__(self, config: ModelConfig, index: int) -> None:
         super().__init__(config, index)
@@ -45,8 +60,14 @@ class MemorizingLayer(CachedLayer[MemorizingMemory]):
         return (*self.pairs_size(self.window), *self.pairs_size(self.slots))
 
     def read(
-        self, a_BHtE: Tensor, made: Projections, memory: MemorizingMemory, part: WindowPart
+        self, a_BHtE: Tensor, made: Projections, memory: PairsMemory, part: WindowPart
     ) -> tuple[Tensor, ...]:
+        if isinstance(memory, GrowingMemorizingMemory):
+            base, fresh = Pairs(*memory[2:4]), Pairs(*memory[4:])
+            long, empty_B = attend_filled(
+                made.q_BHtE, base, fresh, part, self.entries_per_window, self.masked
+            )
+            return (a_BHtE if long is None else self.gate(a_BHtE, long, empty_B),)
         filled = filled_slots(part, self.slots, self.window, self.masked)
         if filled.slots == 0:
             return (a_BHtE,)
@@ -63,15 +84,26 @@ class MemorizingLayer(CachedLayer[MemorizingMemory]):
             )
         return (self.gate(a_BHtE, long_BHtE, filled.empty_B),)
 
-    def write(
-        self, seen: Seen, memory: MemorizingMemory, part: WindowPart
-    ) -> Written[MemorizingMemory]:
-        keys, values = seen.window.detach()
-        queue = Pairs(
-            append(memory.keys_BHME, keys, 2, part),
-            append(memory.values_BHME, values, 2, part),
-        )
-        return Written(MemorizingMemory(*self.new_cache(seen, memory, part), *queue))
+    def write(self, seen: Seen, memory: PairsMemory, part: WindowPart) -> Written[PairsMemory]:
+        cache, new = self.new_cache(seen, memory, part), seen.window.detach()
+        if isinstance(memory, GrowingMemorizingMemory):
+            base, fresh = memory[2:4], Pairs(*memory[4:])
+            return Written(GrowingMemorizingMemory(*cache, *base, *fresh.join(new)))
+        keys = append(memory.keys_BHME, new.keys_BHkE, 2, part)
+        values = append(memory.values_BHME, new.values_BHkE, 2, part)
+        return Written(MemorizingMemory(*cache, keys, values))
+
+    def begin_segment(self, memory: PairsMemory) -> PairsMemory:
+        """The k best are looked for in a queue that is whole."""
+        base = Pairs(memory.keys_BHME, memory.values_BHME)
+        if self.top_k is not None or any(tensor.requires_grad for tensor in base):
+            return memory
+        return GrowingMemorizingMemory(*memory[:2], *base, *base.slots(0, 0))
+
+    def end_segment(self, memory: PairsMemory) -> PairsMemory:
+        if not isinstance(memory, GrowingMemorizingMemory):
+            return memory
+        return MemorizingMemory(*memory[:2], *pushed(Pairs(*memory[2:4]), Pairs(*memory[4:])))
 
 
 def attend_best(
