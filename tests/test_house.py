@@ -30,8 +30,8 @@ PACKAGE = Path(melodi.__file__).parent
 ROOT = PACKAGE.parent
 ORDER = [
     *["files", "sharded", "precision", "config", "layers", "memory_file", "memory", "boundary"],
-    *["reading", "model", "data", "run", "stream", "evaluation", "training", "meliad", "hf"],
-    *["prefixes", "lm_eval", "bench", "paper", "cli"],
+    *["reading", "decoding", "model", "data", "run", "stream", "evaluation", "training"],
+    *["meliad", "hf", "prefixes", "lm_eval", "bench", "paper", "cli"],
 ]
 """Each name imports only from names before it; docs/architecture.md tells the same story."""
 SIBLINGS = {

@@ -22,6 +22,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from melodi import boundary
 from melodi.data.tokenizer import Tokenizer
+from melodi.decoding import KeptDecoder
 from melodi.layers.nats import linear_nats, logits_of
 from melodi.memory import MemoryState
 from melodi.memory_file import Place
@@ -217,14 +218,18 @@ class StreamReader:
         return [torch.cat(row) for row in nats]
 
     @torch.inference_mode()
-    def _advance(self, ids: list[Tensor]) -> Tensor:
+    def _advance(self, ids: list[Tensor], decoder: KeptDecoder | None = None) -> Tensor:
         """Reads the ids of each row; their final hidden vectors. The only pass through the model,
         and the only place where the reader changes."""
         lengths = [len(row) for row in ids]
         tokens_BT = pad_sequence(ids, batch_first=True).to(self.model.embedding.weight.device)
-        ragged = lengths if len(set(lengths)) > 1 else None
-        with evaluating(self.model):
-            x_BTD, state, _ = self.model.hidden(tokens_BT, self.state, ragged)
+        one = decoder is not None and set(lengths) == {1}
+        read = decoder(tokens_BT, self.state) if one and decoder is not None else None
+        if read is None:
+            ragged = lengths if len(set(lengths)) > 1 else None
+            with evaluating(self.model):
+                read = self.model.hidden(tokens_BT, self.state, ragged)[:2]
+        x_BTD, state = read
         self._at = Standing(state, self._at.place.after(ids, x_BTD))
         return x_BTD
 
@@ -250,20 +255,22 @@ class StreamReader:
     ) -> Iterator[list[int | None]]:
         """One token for each row that goes on, until none does."""
         going, chance = set(range(self.rows)), sampling.generators(self.rows)
+        decoder, ends = KeptDecoder(self.model), sampling.ends
+        nothing: list[list[int]] = [[]] * self.rows
         for _ in range(max_tokens):
-            logits_BV, recent = self._expected(), self.recent
+            logits_BV = self._expected()
+            recent = nothing if sampling.repetition_penalty == 1.0 else self.recent
             tokens: list[int | None] = [None] * self.rows
             for row in sorted(going):
                 token = sampling.choose(logits_BV[row], recent[row], chance[row])
-                if token in sampling.ends:
+                if token in ends:
                     going.remove(row)
                 else:
                     tokens[row] = token
             if not going:
                 return
-            self._advance(
-                [torch.tensor([] if t is None else [t], dtype=torch.long) for t in tokens]
-            )
+            ids = [torch.tensor([] if t is None else [t], dtype=torch.long) for t in tokens]
+            self._advance(ids, decoder)
             yield tokens
             for row, heard in spoken.items():
                 if (said := tokens[row]) is not None:
