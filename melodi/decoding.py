@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from melodi.layers.nats import logits_of
+from melodi.layers.products import Numbers, product
 from melodi.layers.token import TokenLayer, TokenNorm
 from melodi.memory import Maker, MemoryState
 from melodi.reading import filled_by_kind, most_slots, next_part, token_ranges
@@ -27,12 +29,15 @@ VERSION = attrgetter("_version")
 class Decoder:
     """`LanguageModel.hidden` for one token of each row, without a gradient."""
 
-    def __init__(self, model: "LanguageModel") -> None:
+    def __init__(self, model: "LanguageModel", numbers: Numbers = "fp32") -> None:
         config = model.config
         self.config, self.maker, self.input_scale = config, Maker(model), model.input_scale
         self.embedding_VD, self.final_norm = model.embedding.weight, TokenNorm(model.final_norm)
         bias = model.position_bias.by_distance(range(len(config.layers)), most_slots(config))
-        self.layers = [TokenLayer(layer, bias.get(i)) for i, layer in enumerate(model.stack)]
+        self.layers = [
+            TokenLayer(layer, bias.get(i), numbers) for i, layer in enumerate(model.stack)
+        ]
+        self.unscaled_logits = product(model.embedding.weight, None, numbers)
 
     def __call__(self, tokens_B1: Tensor, state: MemoryState) -> tuple[Tensor, MemoryState] | None:
         """The final hidden vectors (B, 1, D), and the memory; ids must be of the vocabulary, and
@@ -60,21 +65,32 @@ class Decoder:
 class KeptDecoder:
     """A decoder for many tokens, which is made anew when the model has changed."""
 
-    def __init__(self, model: "LanguageModel") -> None:
-        self.model = model
+    def __init__(self, model: "LanguageModel", numbers: Numbers = "fp32") -> None:
+        self.model, self.numbers = model, numbers
         self.watch: Watch | None = None
         self.decoder: Decoder | None = None
 
     def __call__(self, tokens_B1: Tensor, state: MemoryState) -> tuple[Tensor, MemoryState] | None:
         """As `Decoder`; None, too, where only the model itself can read."""
+        decoder, plain = self._current(), self.model.is_plain()
+        # With dropout it matters in which mode each part is, and that is the reader's business.
+        if decoder is None or not plain or self.model.config.dropout:
+            return None
+        return decoder(tokens_B1, state) if state.made_by(self.model) else None
+
+    def logits(self, x_BD: Tensor) -> Tensor:
+        """What is expected after these final hidden vectors, in float32 at least."""
+        weight_VD, scale = self.model.embedding.weight, self.model.output_scale
+        decoder = None if self.numbers == "fp32" else self._current()
+        if decoder is None:
+            return logits_of(x_BD, weight_VD, scale)
+        return decoder.unscaled_logits(x_BD) * scale
+
+    def _current(self) -> Decoder | None:
         if self.watch is None or not self.watch.unchanged():
             self.watch = Watch(self.model)
-            self.decoder = Decoder(self.model) if self.model.decodes() else None
-        # With dropout it matters in which mode each part is, and that is the reader's business.
-        plain = self.model.is_plain() and not self.model.config.dropout
-        if self.decoder is None or not plain or not state.made_by(self.model):
-            return None
-        return self.decoder(tokens_B1, state)
+            self.decoder = Decoder(self.model, self.numbers) if self.model.decodes() else None
+        return self.decoder
 
 
 class Watch:

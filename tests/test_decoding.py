@@ -6,6 +6,7 @@ from zoo import WINDOW, ZOO, make, random_tokens
 
 from melodi import MemoryState, ModelConfig
 from melodi.decoding import KeptDecoder
+from melodi.layers.products import Numbers, product, to_int8
 
 TOLERANCE = dict(rtol=0, atol=1e-10)
 
@@ -160,3 +161,41 @@ def test_a_kept_decoder_sees_every_change() -> None:
             torch.testing.assert_close(found[0], expected, **TOLERANCE)
             assert before is None or not torch.allclose(found[0], before, atol=1e-6)
             before = found[0]
+
+
+@pytest.mark.parametrize(("numbers", "near"), [("bf16", 0.05), ("int8", 0.1)])
+def test_narrow_weights_are_nearly_the_weights(numbers: Numbers, near: float) -> None:
+    """Hidden vectors and logits stay near those of all four bytes, without being equal, and follow
+    the weights when these change."""
+    model = make(ZOO["melodi-default"]).float()
+    tokens, decoder = random_tokens(2, WINDOW - 1), KeptDecoder(model, numbers)
+    for _ in range(2):
+        with torch.inference_mode():
+            _, state = model(tokens[:, :-1], model.empty_state(2))
+            expected, _ = model(tokens[:, -1:], state)
+            found = decoder(tokens[:, -1:], state)
+            assert found is not None
+            logits = decoder.logits(found[0][:, 0])
+        difference = float((logits - expected[:, 0]).norm() / expected.norm())
+        assert 1e-6 < difference < near
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(-1.5)
+
+
+def test_weights_of_one_byte() -> None:
+    """Each row has its own scale: no weight is off by more than half a step of its row, and a row
+    of zeros stays one; whatever the width."""
+    random = torch.Generator().manual_seed(0)
+    sizes = torch.tensor([1e-3, 1.0, 50.0, 0.0, 1.0], dtype=torch.float32)
+    weight = torch.randn(5, 44, generator=random, dtype=torch.float32) * sizes[:, None]
+    whole, scale = to_int8(weight)
+    assert whole.dtype == torch.int8
+    step, whole = scale.float()[:, None], whole[:, :44]
+    # The scale is rounded to 8 bits first, which may cut the largest weight by as much.
+    off = (whole * step - weight).abs()
+    assert bool((off <= 0.5 * step + 2**-8 * weight.abs()).all())
+    x = torch.randn(3, 44, generator=random, dtype=torch.float32)
+    expected = x @ (whole * step).T
+    off = (product(weight, None, "int8")(x) - expected).norm(dim=0)
+    assert bool((off <= 0.02 * expected.norm(dim=0)).all())

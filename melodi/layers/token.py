@@ -8,15 +8,13 @@ seem (`is_bare`), and what is adapted, sharded or watched takes the general way.
 Shapes as in frame.py; F width of the feed-forward, X = H·E.
 """
 
-from collections.abc import Callable
-from functools import partial
 from typing import Generic
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from melodi.layers.frame import Layer, Memory, OpenWindow, WindowPart
+from melodi.layers.products import Numbers, Product, product
 from melodi.layers.transformer import (
     AttentionScale,
     Block,
@@ -31,28 +29,27 @@ from melodi.layers.transformer import (
 
 BARE = (Block, AttentionScale, FeedForward, Linear, RMSNorm)
 
-Product = Callable[[Tensor], Tensor]
-"""What a `Linear` makes of vectors."""
-
-
-def product(linear: Linear) -> Product:
-    return partial(F.linear, weight=linear.weight, bias=linear.bias)
-
 
 class TokenLayer(Generic[Memory]):
     """A layer, with all at hand that tokens need of it, until its modules or weights change."""
 
-    def __init__(self, layer: Layer[Memory], bias_Hk: Tensor | None) -> None:
+    def __init__(self, layer: Layer[Memory], bias_Hk: Tensor | None, numbers: Numbers) -> None:
         """`bias_Hk` is the bias at all distances, the farthest first."""
+
+        def made(linear: Linear) -> Product:
+            return product(linear.weight, linear.bias, numbers)
+
         block, ffn = layer.block, layer.block.ffn
         self.layer, self.past_slots, self.keeps = layer, layer.past_slots, layer.keeps
         self.heads, self.head_width = layer.heads
         self.recalls = type(layer).recall is not Layer.recall
         self.reads = type(layer).read is not Layer.read
         self.attention_norm, self.ffn_norm = map(TokenNorm, (block.attention_norm, block.ffn_norm))
-        self.query, self.key, self.value = map(product, (block.query, block.key, block.value))
-        self.output, self.hidden = product(block.output), product(ffn.hidden)
-        self.activation, self.ffn_output = ffn.activation, product(ffn.output)
+        self.query, self.key, self.value = map(made, (block.query, block.key, block.value))
+        self.output, self.hidden, self.ffn_output = map(
+            made, (block.output, ffn.hidden, ffn.output)
+        )
+        self.activation = ffn.activation
         self.bias_1H1k = None if bias_Hk is None else block.scale.bias(bias_Hk[None, :, None])
         self.root, factor, self.lengths_2H1 = block.scale.root, block.scale.factor, None
         if factor is not None:
