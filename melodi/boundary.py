@@ -71,6 +71,7 @@ def checked_tokens(
 
 
 def checked_lengths(tokens_BT: Tensor, lengths: Tensor | Sequence[int] | None) -> Tensor | None:
+    """None where nothing is padding."""
     if lengths is None:
         return None
     lengths, length = torch.as_tensor(lengths).cpu(), tokens_BT.size(-1)
@@ -80,7 +81,7 @@ def checked_lengths(tokens_BT: Tensor, lengths: Tensor | Sequence[int] | None) -
             f"lengths={lengths.tolist()} must be one whole number from 0 to {length} for each "
             f"of the {len(tokens_BT)} rows"
         )
-    return lengths.long()
+    return None if bool((lengths == length).all()) else lengths.long()
 
 
 def checked_targets(tokens_BT: Tensor, targets_BT: Tensor, config: ModelConfig) -> Tensor:

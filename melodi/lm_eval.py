@@ -26,6 +26,7 @@ except ImportError:
     ) from None
 
 from melodi.model import LanguageModel
+from melodi.precision import Precision, autocast, resolve
 from melodi.prefixes import Text, score
 from melodi.stream import StreamReader
 
@@ -141,7 +142,11 @@ class MelodiLM(TemplateLM):
 
 
 def evaluate_tasks(
-    model: LanguageModel, tasks: Sequence[str], include: Path | None = None, rows: int = 8
+    model: LanguageModel,
+    tasks: Sequence[str],
+    include: Path | None = None,
+    rows: int = 8,
+    precision: Precision = "fp32",
 ) -> dict[str, Any]:
     """What the harness says of tasks by name: its figures, versions and numbers of samples.
 
@@ -150,7 +155,9 @@ def evaluate_tasks(
     from lm_eval.evaluator import simple_evaluate
 
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
-    with contextlib.redirect_stdout(sys.stderr):  # results alone belong to standard output
+    device, config = model.embedding.weight.device, model.config
+    numbers = autocast(resolve(precision, device, config.width, config.ffn_width), device)
+    with numbers, contextlib.redirect_stdout(sys.stderr):  # standard output is for results alone
         found = simple_evaluate(
             model=MelodiLM(model, rows),
             tasks=list(tasks),

@@ -58,12 +58,15 @@ class Place(NamedTuple):
 
     def after(self, ids: list[Tensor], x_BTD: Tensor) -> "Place":
         """When each row has read these ids, of which x are the final hidden vectors."""
+        digests = tuple(map(chained, self.digests, ids))
+        if {len(new) for new in ids} == {1}:
+            recent_BR = torch.cat([self.recent_BR[:, 1:], torch.stack(ids)], dim=1)
+            return Place(x_BTD[:, 0], recent_BR, digests, self.tokenizer)
         last_BD, recent_BR = self.last_BD.clone(), self.recent_BR.clone()
         for row, new in enumerate(ids):
             if len(new):
                 last_BD[row] = x_BTD[row, len(new) - 1]
                 recent_BR[row] = torch.cat([recent_BR[row], new])[-RECENT:]
-        digests = tuple(map(chained, self.digests, ids))
         return Place(last_BD, recent_BR, digests, self.tokenizer)
 
     def tensors(self) -> dict[str, Tensor]:

@@ -25,13 +25,14 @@ from torch.utils.checkpoint import checkpoint
 from melodi import boundary
 from melodi.config import ModelConfig
 from melodi.config.kinds import KINDS
+from melodi.decoding import Decoder
 from melodi.layers import make_layer
 from melodi.layers.frame import Layer, LayerMemory, OpenWindow, Probe, WindowPart
 from melodi.layers.nats import linear_nats
-from melodi.layers.token import is_bare, next_token
+from melodi.layers.token import is_bare
 from melodi.layers.transformer import RelativePositionBias, RMSNorm, Sight, randomise
 from melodi.memory import Fill, Fingerprint, Maker, MemoryState
-from melodi.reading import RaggedRows, Turn, counters, next_part, turns
+from melodi.reading import RaggedRows, Turn, counters, inside, turns
 from melodi.sharded import gather
 from melodi.sights import alike, sights, token_sights
 
@@ -155,6 +156,13 @@ class LanguageModel(nn.Module):
             like = replace(self.empty_state(1), open_window=self._empty_windows(1))
             boundary.check_owner(state, self.fingerprint(), like)
 
+    def decodes(self) -> bool:
+        """Whether single tokens can be read by a Decoder."""
+        ends = (self.embedding, self.final_norm)
+        hooked = any(part._forward_hooks or part._forward_pre_hooks for part in ends)
+        seem = tuple(map(type, ends)) == (Embedding, RMSNorm)
+        return seem and not hooked and self.is_plain() and all(map(is_bare, self.stack))
+
     def fingerprint(self) -> Fingerprint:
         """Digests of the architecture and of the weights as they are now."""
         if self.embedding.weight.is_meta:
@@ -192,8 +200,8 @@ class LanguageModel(nn.Module):
         last, and the layers' own losses."""
         in_place = not torch.is_grad_enabled()
         one = lengths_B is None and probe is None and tokens_BT.size(1) == 1
-        if in_place and one and self._plain():
-            token = self._next_token(tokens_BT, state)
+        if in_place and one and inside(state) is not None and self.decodes():
+            token = Decoder(self)(tokens_BT, state)
             if token is not None:
                 return *token, None
         rows = RaggedRows(tokens_BT, self._zeros(state.batch_size, 0, self.config.width))
@@ -244,41 +252,18 @@ class LanguageModel(nn.Module):
         x_BTD = F.dropout(self.final_norm(rows.joined()), self.config.dropout, self.training)
         return x_BTD, state, torch.stack(extra_losses).mean() if extra_losses else None
 
-    def _next_token(
-        self, tokens_B1: Tensor, state: MemoryState
-    ) -> tuple[Tensor, MemoryState] | None:
-        """The same for one token of each row inside its window, written in place; None where that
-        cannot be."""
-        weight, stack = self.embedding.weight, self.stack
-        part = next_part(state, weight.device)
-        if part is None or part.place is None or not all(map(is_bare, stack)):
-            return None
-        windows = (part.fewest_windows, part.most_windows)
-        sights = token_sights(self.config, self.position_bias, part.place, windows)
-        writable = state.writable_window()
-        if sights is None or writable is None:
-            return None
-        opened, fill = writable
-        x_B1D = self.embedding(tokens_B1) * self.input_scale
-        for layer, memory, window, sight in zip(stack, state.layers, opened, sights, strict=True):
-            x_B1D = next_token(layer, x_B1D, memory, window, part, sight)
-        fill.open_B = state.open_B + 1
-        counters = state.windows_B, fill.open_B
-        state = MemoryState(self.config, Maker(self), *counters, state.layers, opened, fill)
-        return self.final_norm(x_B1D), state
-
     def _grows(self, state: MemoryState, lengths_B: Tensor) -> bool:
         """Whether this is a segment of whole windows on the CPU, with a gradient: then queues take
         the form of layers/growing.py."""
         return (
             torch.is_grad_enabled()
             and self.embedding.weight.device.type == "cpu"
-            and self._plain()
+            and self.is_plain()
             and not bool((state.open_B + lengths_B % self.config.window).any())
             and bool((lengths_B == lengths_B[0]).all())
         )
 
-    def _plain(self) -> bool:
+    def is_plain(self) -> bool:
         """Without autocast, static shapes and dropout, which the short cuts of layers/growing.py
         and layers/token.py cannot do."""
         weight = self.embedding.weight

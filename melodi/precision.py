@@ -7,11 +7,13 @@
 
 import statistics
 import time
-from contextlib import AbstractContextManager
-from typing import Any
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Literal, get_args
 
 import torch
 import torch.nn.functional as F
+
+Precision = Literal["fp32", "bf16", "auto"]
 
 CLEARLY = 1.5
 """On a CPU products must be so many times faster: of a whole step they are only a part."""
@@ -20,10 +22,15 @@ HOPELESS = 0.25
 TRIES = 5
 
 
-def resolve(precision: str, device: torch.device, width: int, ffn_width: int) -> str:
+def resolve(
+    precision: str, device: torch.device, width: int, ffn_width: int
+) -> Literal["fp32", "bf16"]:
     """What "auto" means on this machine, "fp32" or "bf16"; the other two as they are."""
+    if precision not in get_args(Precision):
+        known = ", ".join(get_args(Precision))
+        raise ValueError(f"precision={precision!r} is unknown: choose one of {known}")
     if precision != "auto":
-        return precision
+        return "bf16" if precision == "bf16" else "fp32"
     if device.type == "cuda":
         return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
     if device.type != "cpu":
@@ -54,7 +61,7 @@ def _seconds(inputs: torch.Tensor, weights: torch.Tensor) -> float:
 
 def autocast(precision: str, device: torch.device) -> AbstractContextManager[Any]:
     """Around a forward pass, in training and in use."""
-    return torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16")
+    return torch.autocast(device.type, torch.bfloat16) if precision == "bf16" else nullcontext()
 
 
 def use_tensor_cores(device: torch.device) -> None:

@@ -90,11 +90,17 @@ class Turn(NamedTuple):
         )
 
 
+def inside(state: MemoryState) -> int | None:
+    """The place at which all rows stand in their windows, if it is neither the first nor the
+    last."""
+    place, *others = set(state.open_B.tolist())
+    return place if not others and 0 < place < state.config.window - 1 else None
+
+
 def next_part(state: MemoryState, device: torch.device) -> WindowPart | None:
-    """What `turns` gives where every row reads one token, if all stand at the same place inside
-    their windows: neither the first nor the last."""
-    place = int(state.open_B[0])
-    if not 0 < place < state.config.window - 1 or not bool((state.open_B == place).all()):
+    """What `turns` gives where every row reads one token, and all stand inside their windows."""
+    place = inside(state)
+    if place is None:
         return None
     windows, rows = state.windows_B.tolist(), state.batch_size
     return WindowPart(

@@ -5,6 +5,8 @@ import torch
 from zoo import WINDOW, ZOO, make, random_tokens
 
 from melodi import MemoryState, ModelConfig
+from melodi.decoding import KeptDecoder
+from melodi.layers.products import Numbers, product, to_int8
 
 TOLERANCE = dict(rtol=0, atol=1e-10)
 
@@ -100,3 +102,100 @@ def test_whoever_watches_or_adapts_a_part_is_heard() -> None:
     value.__class__ = Doubled
     adapted, _ = model(token, state)
     assert not torch.allclose(adapted, plain)
+
+
+@every_kind
+def test_a_kept_decoder_equals_the_model(config: ModelConfig) -> None:
+    """What is kept from token to token changes nothing, in one row and in several."""
+    for rows in (1, 3):
+        model = make(config)
+        tokens = random_tokens(rows, 3 * WINDOW)
+        decoder, read = KeptDecoder(model), 0
+        with torch.inference_mode():
+            whole, _, _ = model.hidden(tokens, model.empty_state(rows))
+            state = model.empty_state(rows)
+            for i, token in enumerate(tokens.split(1, dim=1)):
+                found = decoder(token, state)
+                x, state = found or model.hidden(token, state)[:2]
+                read += found is not None
+                torch.testing.assert_close(x, whole[:, i : i + 1], **TOLERANCE)
+        assert read >= 3 * (WINDOW - 2) - 1  # of the strict mask the first token sees nothing
+
+
+def test_a_kept_decoder_sees_every_change() -> None:
+    """Weights that are trained, replaced or moved, parts that are hooked or exchanged: nothing old
+    is used for the next token."""
+    model = make(ZOO["melodi-default"])
+    decoder, token = KeptDecoder(model), random_tokens(1, 1)
+    block = model.layers[1].block
+    heard: list[int] = []
+
+    def train() -> None:
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+    def load() -> None:
+        weights = {name: 0.9 * tensor for name, tensor in model.state_dict().items()}
+        model.load_state_dict(weights, assign=True)
+
+    def move() -> None:
+        block.scale.factor.data = 2 * block.scale.factor.data
+
+    def exchange() -> None:
+        block.ffn.hidden = torch.nn.Linear(*block.ffn.hidden.weight.T.shape).double()
+
+    def hook() -> None:
+        block.ffn.register_forward_hook(lambda *_: heard.append(1))
+
+    before = None
+    for change in (train, load, move, exchange, hook):
+        change()
+        with torch.inference_mode():
+            _, state = model(random_tokens(1, 2), model.empty_state(1))
+            expected, _, _ = model.hidden(token, state)
+            heard.clear()
+            found = decoder(token, state)
+        assert (found is None) == (change in (exchange, hook))
+        if found is not None:
+            torch.testing.assert_close(found[0], expected, **TOLERANCE)
+            assert before is None or not torch.allclose(found[0], before, atol=1e-6)
+            before = found[0]
+
+
+@pytest.mark.parametrize(("numbers", "near"), [("bf16", 0.05), ("int8", 0.1)])
+def test_narrow_weights_are_nearly_the_weights(numbers: Numbers, near: float) -> None:
+    """Hidden vectors and logits stay near those of all four bytes, without being equal, and follow
+    the weights when these change."""
+    model = make(ZOO["melodi-default"]).float()
+    tokens, decoder = random_tokens(2, WINDOW - 1), KeptDecoder(model, numbers)
+    for _ in range(2):
+        with torch.inference_mode():
+            _, state = model(tokens[:, :-1], model.empty_state(2))
+            expected, _ = model(tokens[:, -1:], state)
+            found = decoder(tokens[:, -1:], state)
+            assert found is not None
+            logits = decoder.logits(found[0][:, 0])
+        difference = float((logits - expected[:, 0]).norm() / expected.norm())
+        assert 1e-6 < difference < near
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(-1.5)
+
+
+def test_weights_of_one_byte() -> None:
+    """Each row has its own scale: no weight is off by more than half a step of its row, and a row
+    of zeros stays one; whatever the width."""
+    random = torch.Generator().manual_seed(0)
+    sizes = torch.tensor([1e-3, 1.0, 50.0, 0.0, 1.0], dtype=torch.float32)
+    weight = torch.randn(5, 44, generator=random, dtype=torch.float32) * sizes[:, None]
+    whole, scale = to_int8(weight)
+    assert whole.dtype == torch.int8
+    step, whole = scale.float()[:, None], whole[:, :44]
+    # The scale is rounded to 8 bits first, which may cut the largest weight by as much.
+    off = (whole * step - weight).abs()
+    assert bool((off <= 0.5 * step + 2**-8 * weight.abs()).all())
+    x = torch.randn(3, 44, generator=random, dtype=torch.float32)
+    expected = x @ (whole * step).T
+    off = (product(weight, None, "int8")(x) - expected).norm(dim=0)
+    assert bool((off <= 0.02 * expected.norm(dim=0)).all())

@@ -30,26 +30,14 @@ PACKAGE = Path(melodi.__file__).parent
 ROOT = PACKAGE.parent
 ORDER = [
     *["files", "sharded", "device", "precision", "config", "layers", "memory_file", "memory"],
-    *[
-        "boundary",
-        "reading",
-        "sights",
-        "model",
-        "data",
-        "run",
-        "stream",
-        "evaluation",
-        "training",
-        "meliad",
-        "hf",
-    ],
-    *["prefixes", "lm_eval", "bench", "paper", "cli"],
+    *["boundary", "reading", "sights", "decoding", "model", "data", "run", "stream"],
+    *["evaluation", "training", "meliad", "hf", "prefixes", "lm_eval", "bench", "paper", "cli"],
 ]
 """Each name imports only from names before it; docs/architecture.md tells the same story."""
 SIBLINGS = {
     "config": ["dialects", "checks", "kinds", "model", "presets", "training"],
     "layers": [
-        *["transformer", "frame", "token", "fifo", "growing", "gate"],
+        *["transformer", "frame", "products", "token", "fifo", "growing", "gate"],
         *["melodi", "transformer_xl", "block_recurrent", "memorizing"],
     ],
     "data": [

@@ -1,5 +1,6 @@
-"""The precision of products: asked of the machine, kept by the run, used in validation."""
+"""The precision of products: asked of the machine, kept by the run, used wherever a model reads."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -7,8 +8,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tiny_runs import ALONE, CONFIG, make_store, model_config
+from zoo import ZOO, make, random_tokens
 
-from melodi import precision
+from melodi import StreamReader, precision
+from melodi.cli import main
 from melodi.config.training import Execution, TrainConfig
 from melodi.data.store import TokenStore
 from melodi.layers import transformer
@@ -100,3 +103,61 @@ def test_autocast_is_off_for_float32() -> None:
         assert (x @ x).dtype == torch.float32
     with autocast("bf16", CPU):
         assert (x @ x).dtype == torch.bfloat16
+
+
+def test_a_reader_computes_in_its_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products are bf16 in reading and in writing, what is remembered is float32, and the nats are
+    near those of float32."""
+    model, ids = make(ZOO["melodi-default"]).float(), random_tokens(1, 14)[0].tolist()
+    nats = StreamReader(model).read(ids)
+    seen: set[torch.dtype] = set()
+    linear = F.linear
+
+    def noted(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> object:
+        result = linear(x, weight, bias)
+        seen.add(result.dtype)
+        return result
+
+    monkeypatch.setattr(F, "linear", noted)
+    monkeypatch.setattr(precision, "bf16_gain", lambda *_: 2.0)
+    reader = StreamReader(model, precision="auto")
+    torch.testing.assert_close(reader.read(ids), nats, rtol=0.1, atol=0.1, equal_nan=True)
+    assert len(list(reader.generate(5, temperature=0))) == 5
+    assert seen == {torch.bfloat16}
+    kept = [*reader.state.layers, *(reader.state.open_window or ())]
+    assert {tensor.dtype for memory in kept for tensor in memory} == {torch.float32}
+    assert not torch.is_autocast_enabled("cpu")
+
+
+def test_unknown_precisions_are_refused_in_one_line() -> None:
+    model = make(ZOO["melodi-default"])
+    with pytest.raises(ValueError, match="'fp8' is unknown: choose one of fp32"):
+        StreamReader(model, precision="fp8")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="int8 weights and precision bf16 exclude each other"):
+        StreamReader(model, precision="bf16", int8=True)
+
+
+@pytest.mark.parametrize("command", ["eval run", "read book.txt", "generate"])
+def test_commands_refuse_unknown_precisions(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main([*command.split(), "--precision", "fp8"])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "fp8" in line
+
+
+def test_an_evaluation_says_its_precision(
+    store: TokenStore, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Both precisions give nearly the same perplexity, and the record says which it was."""
+    run = tmp_path / "run"
+    train(run, store, model_config(), replace(CONFIG, steps=1), Execution(), ALONE)
+    records = []
+    for said in ("fp32", "bf16"):
+        main(["eval", str(run), "--precision", said, "--threads", "1", "--json"])
+        records.append(json.loads(capsys.readouterr().out))
+    assert [record["precision"] for record in records] == ["fp32", "bf16"]
+    first, second = (record["perplexity"] for record in records)
+    assert first != second
+    assert second == pytest.approx(first, rel=0.02)

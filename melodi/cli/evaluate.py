@@ -6,7 +6,15 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from melodi.cli.console import Texts, check_at_least, device_named, parse, print_table, use_threads
+from melodi.cli.console import (
+    Precision,
+    Texts,
+    check_at_least,
+    device_named,
+    parse,
+    print_table,
+    use_threads,
+)
 
 if TYPE_CHECKING:
     from melodi.run import Run
@@ -29,6 +37,8 @@ class EvalArgs:
     drops: bool = False
     """Read once more without short-term memory, and once without long-term memory, where a model
     has both."""
+    precision: Precision = "fp32"
+    """In which numbers products are computed; auto: bf16 where this machine is faster with it."""
     threads: int | None = None
     """CPU threads; torch's own choice when not given."""
     device: str | None = None
@@ -54,7 +64,15 @@ def eval_(args: list[str]) -> None:
     if options.tasks:
         from melodi.cli.tasks import eval_tasks
 
-        eval_tasks(options.run, options.tasks, options.include, options.rows, device, options.json)
+        eval_tasks(
+            options.run,
+            options.tasks,
+            options.include,
+            options.rows,
+            device,
+            options.precision,
+            options.json,
+        )
         return
     from melodi.evaluation.record import evaluate_run, write_record
     from melodi.files import json_text
@@ -65,7 +83,14 @@ def eval_(args: list[str]) -> None:
     store = run.open_store(options.data)
     store.verify(options.split)
     record = evaluate_run(
-        model, run, store, options.split, options.rows, options.max_tokens, options.drops
+        model,
+        run,
+        store,
+        options.split,
+        options.rows,
+        options.max_tokens,
+        options.drops,
+        options.precision,
     )
     record["costs"] = costs(run, record["step"])
     if options.json:

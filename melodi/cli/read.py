@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from melodi.cli.console import check_at_least, device_named, parse, print_table, use_threads
+from melodi.cli.console import (
+    Precision,
+    check_at_least,
+    device_named,
+    parse,
+    print_table,
+    use_threads,
+)
 
 if TYPE_CHECKING:
     from melodi.data.text import Document
@@ -40,6 +47,8 @@ class ReadArgs:
     """Documents that are read at the same time."""
     text_column: str = "text"
     """Where JSON lines and parquet have their text."""
+    precision: Precision = "fp32"
+    """In which numbers products are computed; auto: bf16 where this machine is faster with it."""
     threads: int | None = None
     """CPU threads; torch's own choice when not given."""
     device: str | None = None
@@ -101,9 +110,9 @@ def follow(model: "LanguageModel", document: "Document", options: ReadArgs) -> "
     from melodi.stream import StreamReader
 
     if options.memory is None:
-        reader = StreamReader(model)
+        reader = StreamReader(model, precision=options.precision)
     else:
-        reader = StreamReader.load(model, options.memory)
+        reader = StreamReader.load(model, options.memory, options.precision)
         if reader.rows > 1:
             raise ValueError(
                 f"--memory {options.memory} holds {reader.rows} documents: give a file of one"
@@ -132,7 +141,9 @@ def together(
     from melodi.evaluation.texts import read_together
 
     with bar(documents) as progress:
-        return list(read_together(model, documents, options.rows, progress.update))
+        return list(
+            read_together(model, documents, options.rows, progress.update, options.precision)
+        )
 
 
 def bar(documents: "list[Document]") -> Any:

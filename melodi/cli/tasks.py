@@ -3,11 +3,17 @@
 from pathlib import Path
 from typing import Any
 
-from melodi.cli.console import print_table
+from melodi.cli.console import Precision, print_table
 
 
 def eval_tasks(
-    run: Path, tasks: tuple[str, ...], include: Path | None, rows: int, device: str, as_json: bool
+    run: Path,
+    tasks: tuple[str, ...],
+    include: Path | None,
+    rows: int,
+    device: str,
+    precision: Precision,
+    as_json: bool,
 ) -> None:
     """What `--tasks` does."""
     try:
@@ -17,7 +23,8 @@ def eval_tasks(
     from melodi.files import json_text
     from melodi.run import load
 
-    record = {"run": str(run), **evaluate_tasks(load(run).to(device), tasks, include, rows)}
+    found = evaluate_tasks(load(run).to(device), tasks, include, rows, precision)
+    record = {"run": str(run), **found}
     if as_json:
         print(json_text(record, indent=2))
     else:

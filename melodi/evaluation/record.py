@@ -23,6 +23,7 @@ from melodi.evaluation.probes import attention, gates
 from melodi.evaluation.tallies import ByPowers, PerDocument, by_place_in_window, by_window
 from melodi.files import read_header, write_json
 from melodi.model import LanguageModel
+from melodi.precision import Precision, autocast, resolve
 from melodi.run import Run, train_checksum, weights_file
 
 
@@ -62,8 +63,11 @@ def evaluate_run(
     rows: int = 8,
     max_tokens: int | None = None,
     drops: bool = False,
+    precision: Precision = "fp32",
 ) -> dict[str, Any]:
     """The record of a model that `load` gave; each pass has a bar where there is a terminal."""
+    device, config = model.embedding.weight.device, model.config
+    found = resolve(precision, device, config.width, config.ffn_width)
     for name, value in (("rows", rows), ("max_tokens", max_tokens)):
         if value is not None and value < 1:
             raise ValueError(f"{name}={value} must be at least 1")
@@ -73,17 +77,20 @@ def evaluate_run(
         raise ValueError(f"the {split} split of {store.path} is empty: choose another")
     segment_windows, rows = run.configs()[1].segment_windows, min(rows, len(chosen))
     read = Reading(documents, chosen, rows, segment_windows)
-    passes = [read(model, "nothing"), read(model, "memory")]
-    for part in PARTS if drops else ():
-        left = without(model, part)
-        if left is not None:
-            passes.append(read(left, part))
+    with autocast(found, device):
+        passes = [read(model, "nothing"), read(model, "memory")]
+        for part in PARTS if drops else ():
+            left = without(model, part)
+            if left is not None:
+                passes.append(read(left, part))
+        shares = attention(model, documents, chosen)
     return {
         **described(run, store, split, max_tokens),
+        "precision": found,
         **figures(passes),
         "gates": gates(model),
-        "attention": attention(model, documents, chosen),
-        "speed": speed(passes[0], rows, model.embedding.weight.device),
+        "attention": shares,
+        "speed": speed(passes[0], rows, device),
         "per_document": per_document(documents, chosen, passes),
     }
 

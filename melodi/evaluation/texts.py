@@ -20,6 +20,7 @@ from melodi.data.text import text_blocks as blocks_of_file
 from melodi.data.tokenizer import Tokenizer
 from melodi.evaluation.documents import Evaluation
 from melodi.model import LanguageModel
+from melodi.precision import Precision
 from melodi.stream import StreamReader
 
 CHUNK_WINDOWS = 8
@@ -114,12 +115,13 @@ def read_together(
     documents: Sequence[Document],
     rows: int,
     progress: Callable[[int], object] | None = None,
+    precision: Precision = "fp32",
 ) -> Iterator[TextRead]:
     """Reads documents from their beginnings, so many at a time; each ends in the order given."""
     for start in range(0, len(documents), rows):
         group = [TextRead(document) for document in documents[start : start + rows]]
         sources = [ids_of(one.document, model.tokenizer, goes_on=False) for one in group]
-        reader = StreamReader(model, rows=len(group))
+        reader = StreamReader(model, rows=len(group), precision=precision)
         size = CHUNK_WINDOWS * model.config.window
         seen = 0
         while any(chunk := [list(islice(source, size)) for source in sources]):

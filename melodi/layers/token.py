@@ -1,20 +1,21 @@
 """One token inside its window, in as few steps as torch allows.
 
-`next_token` is `Layer.forward` where nothing opens or closes and the window is written in place:
+`TokenLayer` is `Layer.forward` where nothing opens or closes and the window is written in place:
 the same equations, without what only other parts need. Generation is bound by its calls, of modules
 and of torch, hardly by their arithmetic: so weights are used directly where modules are what they
 seem (`is_bare`), and what is adapted, sharded or watched takes the general way.
 
-Shapes as in frame.py.
+Shapes as in frame.py; F width of the feed-forward, X = H·E.
 """
 
+from typing import Generic
+
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from melodi.layers.frame import Layer, Memory, OpenWindow, WindowPart
+from melodi.layers.products import Numbers, Product, product
 from melodi.layers.transformer import (
-    EPSILON,
     AttentionScale,
     Block,
     FeedForward,
@@ -22,58 +23,100 @@ from melodi.layers.transformer import (
     Pairs,
     Projections,
     RMSNorm,
-    Sight,
     attend,
-    merge_heads,
+    root_of_epsilon,
 )
 
 BARE = (Block, AttentionScale, FeedForward, Linear, RMSNorm)
 
 
-def next_token(
-    layer: Layer[Memory],
-    x_B1D: Tensor,
-    memory: Memory,
-    window: OpenWindow,
-    part: WindowPart,
-    sight: Sight,
-) -> Tensor:
-    """The token after the layer; its pair, and what the kind keeps of it, are in the window."""
-    block, scale, place = layer.block, layer.block.scale, part.place
-    assert place is not None
-    assert sight.keys is not None
-    slot, (heads, head_width), (keys, values, kept) = layer.past_slots + place, layer.heads, window
-    x_B1D = layer.recall(x_B1D, memory, part)
-    h_B1D = rms_norm(x_B1D, block.attention_norm.weight)
-    shape = (x_B1D.size(0), heads, 1, head_width)
-    q_BH1E = scale.query(F.linear(h_B1D, block.query.weight).view(shape))
-    k_BH1E = scale.key(F.linear(h_B1D, block.key.weight).view(shape))
-    v_BH1E = F.linear(h_B1D, block.value.weight).view(shape)
-    keys[:, :, slot : slot + 1] = k_BH1E
-    values[:, :, slot : slot + 1] = v_BH1E
-    seen, bias = sight.keys, scale.bias(sight.bias_bHtk)
-    a_BH1E = attend(q_BH1E, keys[:, :, seen], values[:, :, seen], bias)
-    made = Projections(h_B1D, q_BH1E, Pairs(k_BH1E, v_BH1E))
-    heads_BH1E = layer.read(a_BH1E, made, memory, part)
-    merged = [merge_heads(a) for a in heads_BH1E]
-    a_B1X = merged[0] if len(merged) == 1 else torch.cat(merged, dim=-1)
-    y_B1D = F.linear(a_B1X, block.output.weight).add_(x_B1D)
-    ffn = block.ffn
-    f_B1F = F.linear(rms_norm(y_B1D, block.ffn_norm.weight), ffn.hidden.weight, ffn.hidden.bias)
-    y_B1D += F.linear(ffn.activation(f_B1F), ffn.output.weight, ffn.output.bias)
-    if layer.keeps:
-        kept[:, place : place + 1] = layer.keep(y_B1D, h_B1D)
-    return y_B1D
+class TokenLayer(Generic[Memory]):
+    """A layer, with all at hand that tokens need of it, until its modules or weights change."""
+
+    def __init__(self, layer: Layer[Memory], bias_Hk: Tensor | None, numbers: Numbers) -> None:
+        """`bias_Hk` is the bias at all distances, the farthest first."""
+
+        def made(linear: Linear) -> Product:
+            return product(linear.weight, linear.bias, numbers)
+
+        block, ffn = layer.block, layer.block.ffn
+        self.layer, self.past_slots, self.keeps = layer, layer.past_slots, layer.keeps
+        self.heads, self.head_width = layer.heads
+        self.recalls = type(layer).recall is not Layer.recall
+        self.reads = type(layer).read is not Layer.read
+        self.attention_norm, self.ffn_norm = map(TokenNorm, (block.attention_norm, block.ffn_norm))
+        self.query, self.key, self.value = map(made, (block.query, block.key, block.value))
+        self.output, self.hidden, self.ffn_output = map(
+            made, (block.output, ffn.hidden, ffn.output)
+        )
+        self.activation = ffn.activation
+        self.bias_1H1k = None if bias_Hk is None else block.scale.bias(bias_Hk[None, :, None])
+        self.root, factor, self.lengths_2H1 = block.scale.root, block.scale.factor, None
+        if factor is not None:
+            self.lengths_2H1 = torch.stack([factor.abs(), torch.ones_like(factor)])[..., None]
+            self.epsilon = root_of_epsilon(factor.dtype, factor.device)
+
+    def __call__(
+        self,
+        x_BD: Tensor,
+        memory: Memory,
+        window: OpenWindow,
+        part: WindowPart,
+        seen: slice,
+        distances: slice,
+    ) -> Tensor:
+        """The tokens after the layer; their pairs, and what the kind keeps of them, are in the
+        window. `seen` are the keys that they see, `distances` where the bias has theirs."""
+        layer, place, rows = self.layer, part.place, x_BD.size(0)
+        assert place is not None
+        if self.recalls:
+            x_BD = layer.recall(x_BD[:, None], memory, part)[:, 0]
+        h_BD = self.attention_norm(x_BD)
+        q_BHE, k_BHE = self._queries_and_keys(h_BD)
+        v_BHE = self.value(h_BD).view(rows, self.heads, self.head_width)
+        keys, values, kept = window
+        keys.select(2, self.past_slots + place).copy_(k_BHE)
+        values.select(2, self.past_slots + place).copy_(v_BHE)
+        count, bias = seen.stop - seen.start, self.bias_1H1k
+        bias = None if bias is None else bias.narrow(3, distances.start, count)
+        q_BH1E, near = q_BHE[:, :, None], (2, seen.start, count)
+        a_BH1E = attend(q_BH1E, keys.narrow(*near), values.narrow(*near), bias)
+        if self.reads:
+            pairs = Pairs(k_BHE[:, :, None], v_BHE[:, :, None])
+            read = layer.read(a_BH1E, Projections(h_BD[:, None], q_BH1E, pairs), memory, part)
+            a_BX = torch.cat([a.reshape(rows, -1) for a in read], dim=1)
+        else:
+            a_BX = a_BH1E.reshape(rows, -1)
+        y_BD = self.output(a_BX).add_(x_BD)
+        f_BF = self.activation(self.hidden(self.ffn_norm(y_BD)))
+        y_BD += self.ffn_output(f_BF)
+        if self.keeps:
+            kept[:, place : place + 1] = layer.keep(y_BD[:, None], h_BD[:, None])
+        return y_BD
+
+    def _queries_and_keys(self, h_BD: Tensor) -> tuple[Tensor, Tensor]:
+        """As `AttentionScale` has them: where they are unit vectors, both in the same steps."""
+        q_BX, k_BX = self.query(h_BD), self.key(h_BD)
+        shape = (h_BD.size(0), self.heads, self.head_width)
+        if self.lengths_2H1 is None:
+            return q_BX.div_(self.root).view(shape), k_BX.view(shape)
+        qk_B2HE = torch.stack([q_BX.view(shape), k_BX.view(shape)], dim=1)
+        norm_B2H1 = torch.linalg.vector_norm(qk_B2HE, dim=-1, keepdim=True).hypot_(self.epsilon)
+        q_BHE, k_BHE = qk_B2HE.mul_(self.lengths_2H1 / norm_B2H1).unbind(1)
+        return q_BHE, k_BHE
 
 
-def rms_norm(x_B1D: Tensor, weight_D: Tensor) -> Tensor:
-    """As RMSNorm; of a single token its length as a number, which needs fewer calls."""
-    width = weight_D.numel()
-    if x_B1D.numel() > width or x_B1D.device.type != "cpu":
-        return torch.rms_norm(x_B1D, (width,), weight_D, EPSILON)
-    x_D = x_B1D.view(-1)
-    mean_square = x_D.dot(x_D).item() / width
-    return (x_B1D * weight_D).mul_((mean_square + EPSILON) ** -0.5)
+class TokenNorm:
+    """RMSNorm in fewer calls: √(|x|² + D·ε) is a hypotenuse."""
+
+    def __init__(self, norm: RMSNorm) -> None:
+        width = norm.weight.numel()
+        self.weight_D = norm.weight * width**0.5
+        self.root = root_of_epsilon(self.weight_D.dtype, self.weight_D.device) * width**0.5
+
+    def __call__(self, x_BD: Tensor) -> Tensor:
+        norm_B1 = torch.linalg.vector_norm(x_BD, dim=1, keepdim=True).hypot_(self.root)
+        return (x_BD * self.weight_D).div_(norm_B1)
 
 
 def is_bare(layer: Layer[Memory]) -> bool:

@@ -13,6 +13,7 @@ Shapes: B rows, T tokens, D width, V vocabulary.
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import NamedTuple, Unpack
 
@@ -22,10 +23,12 @@ from torch.nn.utils.rnn import pad_sequence
 
 from melodi import boundary
 from melodi.data.tokenizer import Tokenizer
-from melodi.layers.nats import linear_nats, logits_of
+from melodi.decoding import KeptDecoder
+from melodi.layers.nats import linear_nats
 from melodi.memory import MemoryState
 from melodi.memory_file import Place
 from melodi.model import LanguageModel
+from melodi.precision import Precision, autocast, resolve
 from melodi.stream.sampling import Choices, Sampling
 from melodi.stream.source import Feed, Source
 from melodi.stream.spoken import Spoken
@@ -55,16 +58,27 @@ class StreamReader:
     model do not disturb each other."""
 
     def __init__(
-        self, model: LanguageModel, state: MemoryState | None = None, rows: int | None = None
+        self,
+        model: LanguageModel,
+        state: MemoryState | None = None,
+        rows: int | None = None,
+        precision: Precision = "fp32",
+        int8: bool = False,
     ) -> None:
         """From nothing, or from a state: then the first token has no score, because a state does
-        not tell what is expected next. `StreamReader.load` does."""
+        not tell what is expected next. `StreamReader.load` does.
+
+        What is remembered is in float32, whatever the precision of products is. With `int8` tokens
+        are generated with weights of one byte, on a CPU; what is read is read with all of them."""
         state = model.empty_state(1 if rows is None else rows) if state is None else state
         if rows is not None and rows != state.batch_size:
             raise ValueError(f"rows={rows}, but the memory has {state.batch_size}: leave rows out")
         self.model = model
         self.tokenizer: Tokenizer | None = getattr(model, "tokenizer", None)
-        weight = model.embedding.weight
+        weight, config = model.embedding.weight, model.config
+        self.precision = resolve(precision, weight.device, config.width, config.ffn_width)
+        self.int8 = int8
+        check_int8(int8, self.precision, weight.device)
         state = state.to(weight.device)
         model.check_owner(state)
         read_B = (state.windows_B > 0) | (state.open_B > 0)
@@ -146,7 +160,9 @@ class StreamReader:
                 "generation needs something to go on from: read at least one token"
                 + (f" in row {row}" if self.rows > 1 else "")
             )
-        return self._sampled(max_tokens, sampling, self._spoken(sampling))
+        # What narrow weights are copies of is kept for this generation only.
+        decoder = KeptDecoder(self.model, "int8" if self.int8 else self.precision)
+        return self._sampled(max_tokens, sampling, self._spoken(sampling), decoder)
 
     def generate_text(
         self, max_tokens: int, temperature: float = 0.8, **choices: Unpack[Choices]
@@ -172,11 +188,17 @@ class StreamReader:
         self.state.save(path, dtype, None if unknown else place)
 
     @classmethod
-    def load(cls, model: LanguageModel, path: str | Path) -> "StreamReader":
+    def load(
+        cls,
+        model: LanguageModel,
+        path: str | Path,
+        precision: Precision = "fp32",
+        int8: bool = False,
+    ) -> "StreamReader":
         """A reader that goes on from a memory file of this model."""
         state, place = MemoryState.load_with_place(path)
         try:
-            reader = cls(model, state)
+            reader = cls(model, state, precision=precision, int8=int8)
             if place is not None:
                 reader._at = Standing(reader.state, reader._checked(place))
         except ValueError as error:
@@ -217,14 +239,18 @@ class StreamReader:
         return [torch.cat(row) for row in nats]
 
     @torch.inference_mode()
-    def _advance(self, ids: list[Tensor]) -> Tensor:
+    def _advance(self, ids: list[Tensor], decoder: KeptDecoder | None = None) -> Tensor:
         """Reads the ids of each row; their final hidden vectors. The only pass through the model,
         and the only place where the reader changes."""
         lengths = [len(row) for row in ids]
         tokens_BT = pad_sequence(ids, batch_first=True).to(self.model.embedding.weight.device)
-        ragged = lengths if len(set(lengths)) > 1 else None
-        with evaluating(self.model):
-            x_BTD, state, _ = self.model.hidden(tokens_BT, self.state, ragged)
+        one = decoder is not None and set(lengths) == {1}
+        read = decoder(tokens_BT, self.state) if one and decoder is not None else None
+        if read is None:
+            ragged = lengths if len(set(lengths)) > 1 else None
+            with evaluating(self.model), self._numbers():
+                read = self.model.hidden(tokens_BT, self.state, ragged)[:2]
+        x_BTD, state = read
         self._at = Standing(state, self._at.place.after(ids, x_BTD))
         return x_BTD
 
@@ -234,36 +260,44 @@ class StreamReader:
         expecting_BTD = torch.cat([before.last_BD[:, None], x_BTD[:, :-1]], dim=1)
         targets_BT = pad_sequence(ids, batch_first=True, padding_value=-1).to(x_BTD.device)
         weight_VD, scale = self.model.embedding.weight, self.model.output_scale
-        flat_BT = linear_nats(expecting_BTD.flatten(0, 1), weight_VD, targets_BT.flatten(), scale)
+        with self._numbers():
+            flat_BT = linear_nats(
+                expecting_BTD.flatten(0, 1), weight_VD, targets_BT.flatten(), scale
+            )
         nats_BT = flat_BT.view_as(targets_BT).cpu()
         nats_BT[~before.known_B, 0] = torch.nan
         return [row[: len(new)].clone() for row, new in zip(nats_BT, ids, strict=True)]
 
     @torch.inference_mode()
-    def _expected(self) -> Tensor:
+    def _expected(self, decoder: KeptDecoder) -> Tensor:
         """Logits of the next token of each row, on the host."""
-        last_BD = self._at.place.last_BD
-        return logits_of(last_BD, self.model.embedding.weight, self.model.output_scale).cpu()
+        return decoder.logits(self._at.place.last_BD).cpu()
 
     def _sampled(
-        self, max_tokens: int, sampling: Sampling, spoken: dict[int, Spoken]
+        self,
+        max_tokens: int,
+        sampling: Sampling,
+        spoken: dict[int, Spoken],
+        decoder: KeptDecoder,
     ) -> Iterator[list[int | None]]:
         """One token for each row that goes on, until none does."""
         going, chance = set(range(self.rows)), sampling.generators(self.rows)
+        ends = sampling.ends
+        nothing: list[list[int]] = [[]] * self.rows
         for _ in range(max_tokens):
-            logits_BV, recent = self._expected(), self.recent
+            logits_BV = self._expected(decoder)
+            recent = nothing if sampling.repetition_penalty == 1.0 else self.recent
             tokens: list[int | None] = [None] * self.rows
             for row in sorted(going):
                 token = sampling.choose(logits_BV[row], recent[row], chance[row])
-                if token in sampling.ends:
+                if token in ends:
                     going.remove(row)
                 else:
                     tokens[row] = token
             if not going:
                 return
-            self._advance(
-                [torch.tensor([] if t is None else [t], dtype=torch.long) for t in tokens]
-            )
+            ids = [torch.tensor([] if t is None else [t], dtype=torch.long) for t in tokens]
+            self._advance(ids, decoder)
             yield tokens
             for row, heard in spoken.items():
                 if (said := tokens[row]) is not None:
@@ -271,6 +305,10 @@ class StreamReader:
                     going -= {row} if heard.ended else set()
             if not going:
                 return
+
+    def _numbers(self) -> AbstractContextManager[None]:
+        """Those in which products are computed."""
+        return autocast(self.precision, self.model.embedding.weight.device)
 
     def _spoken(self, sampling: Sampling) -> dict[int, Spoken]:
         """What listens in each row for strings that end the text, if there are any."""
@@ -289,6 +327,16 @@ class StreamReader:
     def _check_one_row(self, instead: str) -> None:
         if self.rows != 1:
             raise ValueError(f"the reader has {self.rows} rows: use {instead}")
+
+
+def check_int8(int8: bool, precision: str, device: torch.device) -> None:
+    """Weights of one byte are for a CPU, and stand in for those of four."""
+    if int8 and precision != "fp32":
+        raise ValueError(f"int8 weights and precision {precision} exclude each other: choose one")
+    if int8 and device.type != "cpu":
+        raise ValueError(
+            f"int8 weights are for a CPU, and the model is on {device}: leave them out"
+        )
 
 
 @contextlib.contextmanager
