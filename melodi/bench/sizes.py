@@ -97,6 +97,10 @@ _MID = deeper(
     index=8,
 )
 
+for _models, _windows in ((_SMALL, 16), (_MID, 8)):
+    # Every layer attends to all slots and keeps its scores: a queue like Melodi's is tens of GB.
+    _models["autocompressor"] = replace(_models["autocompressor"], long_term_windows=_windows)
+
 SIZES = {
     "laptop": Size(scaled("laptop-"), rows=4, segment_windows=8),
     "small": Size(_SMALL, rows=8, segment_windows=8),
