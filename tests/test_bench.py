@@ -113,12 +113,13 @@ def test_only_keys_that_are_seen_count(config: ModelConfig) -> None:
 @cases(KINDS, have=lambda config: config.compressor == "mean")
 def test_training_is_three_times_reading(config: ModelConfig) -> None:
     """Exactly, where nothing but pairs is carried; else torch does a little less, because what the
-    segment begins with has no gradient. The convolution's own loss is not counted."""
+    segment begins with, Memorizing's whole queue for one, has no gradient. The convolution's
+    own loss is not counted."""
     model, rows = LanguageModel(config), 3
     wanted = TRAINING * 2 * rows * 2 * of_window(config, dense=True).all
     found = counted(lambda: train_on_document(model, rows, 1, 2 * config.window))
     assert found == wanted if set(config.layers) <= {"xl", "plain"} else found < wanted
-    assert found > 0.9 * wanted
+    assert found > 0.85 * wanted
 
 
 def test_every_kind_is_counted() -> None:

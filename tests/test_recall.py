@@ -77,10 +77,11 @@ def test_facts_are_recalled(name: str) -> None:
 @pytest.mark.slow
 def test_melodi_recalls_farther_than_short_term_memory() -> None:
     """Melodi recalls across windows over which short-term memory alone, of the same size and with
-    no fewer steps, has lost much; and a model without memory is at chance."""
+    no fewer steps, has lost much of what it recalls from the window before; and a model without
+    memory is at chance."""
     assert len(trained("melodi").losses) <= STEPS["short-term"]
     assert farthest("melodi") > farthest("short-term") + 0.15
-    assert farthest("short-term") > 1.5 * FACTS.chance
+    assert accuracy(trained("short-term").model, FACTS)[0]["accuracy"] > 2 * FACTS.chance
     assert abs(farthest("no-memory") - FACTS.chance) < 0.1
 
 
