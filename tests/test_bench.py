@@ -119,7 +119,7 @@ def test_training_is_three_times_reading(config: ModelConfig) -> None:
     wanted = TRAINING * 2 * rows * 2 * of_window(config, dense=True).all
     found = counted(lambda: train_on_document(model, rows, 1, 2 * config.window))
     assert found == wanted if set(config.layers) <= {"xl", "plain"} else found < wanted
-    assert found > 0.85 * wanted
+    assert found > (0.85 if "memorizing" in config.layers else 0.9) * wanted
 
 
 def test_every_kind_is_counted() -> None:
