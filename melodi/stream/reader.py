@@ -244,8 +244,9 @@ class StreamReader:
         and the only place where the reader changes."""
         lengths = [len(row) for row in ids]
         tokens_BT = pad_sequence(ids, batch_first=True).to(self.model.embedding.weight.device)
-        one = decoder is not None and set(lengths) == {1}
-        read = decoder(tokens_BT, self.state) if one and decoder is not None else None
+        read = None
+        if decoder is not None and set(lengths) == {1}:
+            read = decoder(tokens_BT, self.state)
         if read is None:
             ragged = lengths if len(set(lengths)) > 1 else None
             with evaluating(self.model), self._numbers():
