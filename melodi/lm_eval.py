@@ -156,7 +156,7 @@ def evaluate_tasks(
 
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     device, config = model.embedding.weight.device, model.config
-    numbers = autocast(resolve(precision, device, config.width, config.ffn_width), device)
+    numbers = autocast(resolve(precision, device, config), device)
     with numbers, contextlib.redirect_stdout(sys.stderr):  # standard output is for results alone
         found = simple_evaluate(
             model=MelodiLM(model, rows),

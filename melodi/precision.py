@@ -14,6 +14,8 @@ from typing import Any, Literal, get_args
 import torch
 import torch.nn.functional as F
 
+from melodi.config import ModelConfig
+
 Precision = Literal["fp32", "bf16", "auto"]
 
 CLEARLY = 1.5
@@ -23,10 +25,8 @@ HOPELESS = 0.25
 TRIES = 5
 
 
-def resolve(
-    precision: str, device: torch.device, width: int, ffn_width: int
-) -> Literal["fp32", "bf16"]:
-    """What "auto" means on this machine, "fp32" or "bf16"; the other two as they are."""
+def resolve(precision: str, device: torch.device, model: ModelConfig) -> Literal["fp32", "bf16"]:
+    """What "auto" means on this machine for a model; "fp32" and "bf16" as they are."""
     if precision not in get_args(Precision):
         known = ", ".join(get_args(Precision))
         raise ValueError(f"precision={precision!r} is unknown: choose one of {known}")
@@ -36,7 +36,7 @@ def resolve(
         return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
     if device.type != "cpu":
         return "fp32"
-    return "bf16" if bf16_gain(width, ffn_width) >= CLEARLY else "fp32"
+    return "bf16" if bf16_gain(model.width, model.ffn_width) >= CLEARLY else "fp32"
 
 
 @functools.cache

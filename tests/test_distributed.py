@@ -29,6 +29,7 @@ def configs(kind: str, steps: int) -> tuple[ModelConfig, TrainConfig]:
         steps=steps,
         horizon=6,
         rows=4,
+        turns=2,
         segment_windows=2,
         accumulate=1,
         validate_every=3,

@@ -29,7 +29,7 @@ from melodi.config import PRESETS
 PACKAGE = Path(melodi.__file__).parent
 ROOT = PACKAGE.parent
 ORDER = [
-    *["files", "sharded", "device", "precision", "config", "layers", "memory_file", "memory"],
+    *["files", "sharded", "device", "config", "precision", "layers", "memory_file", "memory"],
     *["boundary", "reading", "sights", "decoding", "model", "data", "run", "stream"],
     *["evaluation", "training", "meliad", "hf", "prefixes", "lm_eval", "bench", "paper", "cli"],
 ]

@@ -21,6 +21,7 @@ from melodi.training.resume import extended
 from melodi.training.trainer import train
 
 CPU = torch.device("cpu")
+MODEL = next(iter(ZOO.values()))
 
 
 @pytest.fixture(scope="module")
@@ -34,15 +35,15 @@ def test_auto_takes_bf16_only_where_it_is_clearly_faster(
 ) -> None:
     """What is said is kept; only "auto" asks, and a small gain is none."""
     monkeypatch.setattr(precision, "bf16_gain", lambda *_: gain)
-    assert resolve("auto", CPU, 128, 512) == expected
-    assert [resolve(said, CPU, 128, 512) for said in ("fp32", "bf16")] == ["fp32", "bf16"]
+    assert resolve("auto", CPU, MODEL) == expected
+    assert [resolve(said, CPU, MODEL) for said in ("fp32", "bf16")] == ["fp32", "bf16"]
 
 
 @pytest.mark.parametrize("supported", [True, False])
 def test_auto_asks_a_gpu(supported: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU that only imitates bfloat16 has none."""
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: supported)
-    assert resolve("auto", torch.device("cuda"), 128, 512) == ("bf16" if supported else "fp32")
+    assert resolve("auto", torch.device("cuda"), MODEL) == ("bf16" if supported else "fp32")
 
 
 def test_the_measurement_is_of_products(monkeypatch: pytest.MonkeyPatch) -> None:

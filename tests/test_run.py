@@ -60,7 +60,7 @@ BAD = [
     *[(Execution(), {name: bad}) for name in ("keep", "log_every") for bad in (0, -1)],
     *[
         (CONFIG, {name: bad})
-        for name in ("steps", "rows", "segment_windows", "accumulate", "save_every")
+        for name in ("steps", "rows", "turns", "segment_windows", "accumulate", "save_every")
         for bad in (0, -3, 1.5, "8", None, True)
     ],
     *[(CONFIG, {name: 0}) for name in ("validate_every", "validation_tokens", "horizon")],

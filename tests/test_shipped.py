@@ -76,6 +76,17 @@ def test_without_a_run_the_shipped_one_is_used(
     assert torch.equal(ours.embedding.weight, theirs.embedding.weight)
 
 
+def test_it_is_evaluated_by_its_name(
+    folder: Path, shipped: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On any store with its tokenizer; the record that it came with stays as it is."""
+    before = sorted((path, path.stat().st_mtime_ns) for path in shipped.iterdir())
+    data = folder / "store"
+    record = json.loads(printed(capsys, f"eval laptop-melodi --data {data} --json {QUICK}"))
+    assert math.isfinite(record["perplexity"])
+    assert sorted((path, path.stat().st_mtime_ns) for path in shipped.iterdir()) == before
+
+
 def test_a_folder_of_that_name_comes_first(shipped: Path) -> None:
     """What is named is a path wherever there is one, so that one's own run is never passed over."""
     Path("laptop-melodi").mkdir()

@@ -21,6 +21,7 @@ CONFIG = TrainConfig(
     optimizer=OptimizerConfig("adamw", peak=1e-2, floor=1e-3, warmup=2),
     steps=8,
     rows=4,
+    turns=2,
     segment_windows=2,
     validate_every=3,
     validation_tokens=100,

@@ -76,9 +76,9 @@ def eval_(args: list[str]) -> None:
         return
     from melodi.evaluation.record import evaluate_run, write_record
     from melodi.files import json_text
-    from melodi.run import Run, load
+    from melodi.run import SHIPPED, Run, load, run_folder
 
-    run = Run(options.run)
+    run = Run(run_folder(options.run))
     model = load(options.run).to(device)
     store = run.open_store(options.data)
     store.verify(options.split)
@@ -97,8 +97,10 @@ def eval_(args: list[str]) -> None:
         print(json_text(record, indent=2))
     else:
         print_evaluation(options.run, record)
-    # Last, so that a run on a disk that cannot be written to still gives its figures.
-    write_record(run, record)
+    # Last, so that a run on a disk that cannot be written to still gives its figures. The run in
+    # the package keeps the record that it came with.
+    if run.folder != SHIPPED:
+        write_record(run, record)
 
 
 def check_tasks(options: EvalArgs) -> None:

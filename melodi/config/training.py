@@ -62,7 +62,10 @@ class TrainConfig:
     """Steps of the learning-rate schedule; as many as `steps` when not given."""
     seed: int = 0
     rows: int = 16
-    """Documents in flight, over all processes."""
+    """Documents that a step reads, over all processes."""
+    turns: int = 1
+    """Sets of rows that take turns, a step each, so that rows × turns documents are under way;
+    fewer where there are not so many documents."""
     segment_windows: int = 8
     """Windows that a step reads of each document, and that gradients flow through."""
     accumulate: int = 1
@@ -83,8 +86,8 @@ class TrainConfig:
         if isinstance(self.optimizer, dict):  # as JSON has it
             object.__setattr__(self, "optimizer", from_dict(OptimizerConfig, self.optimizer))
         check_types(self)
-        check_least(self, steps=1, horizon=1, seed=0, rows=1, segment_windows=1, accumulate=1)
-        check_least(self, clip=0, validate_every=1, validation_tokens=1, save_every=1)
+        check_least(self, steps=1, horizon=1, seed=0, rows=1, turns=1, segment_windows=1)
+        check_least(self, accumulate=1, clip=0, validate_every=1, validation_tokens=1, save_every=1)
         for name, end in (("seed", SEEDS), ("steps", MOST_STEPS)):
             if getattr(self, name) >= end:
                 raise ValueError(f"{name}={getattr(self, name)} must be below {end}")
@@ -126,5 +129,8 @@ def recipe(preset: str) -> TrainConfig:
         )
     return TrainConfig(
         optimizer=OptimizerConfig("muon", peak=0.04, floor=0.004, warmup=20),
-        steps=200,
+        steps=800,
+        segment_windows=2,
+        validate_every=200,
+        save_every=100,
     )

@@ -6,6 +6,8 @@ holds up only its own row. The rest of the segment in which a document ends is p
 
 Training walks for ever, the queue shuffled anew in each epoch (`Walker.shuffled`); evaluation walks
 once, the longest documents first, so that the rows end at about the same time (`Walker.once`).
+With `turns`, as many sets of rows take turns, a segment reads one of them, and more documents are
+under way than a segment has rows.
 Every process follows all rows, by the lengths of the documents, and reads the tokens of its own.
 """
 
@@ -72,18 +74,22 @@ class Walker:
         num_rows: int,
         segment_length: int,
         mine: range | None = None,
+        turns: int = 1,
     ) -> None:
-        """mine: the rows that this process reads and its segments hold; all when not given."""
-        for name, value in (("num_rows", num_rows), ("segment_length", segment_length)):
+        """num_rows: of a segment. mine: those that this process reads; all when not given."""
+        sizes = (("num_rows", num_rows), ("segment_length", segment_length), ("turns", turns))
+        for name, value in sizes:
             if value < 1:
                 raise ValueError(f"{name}={value} must be at least 1")
         self.documents = documents
         self.num_predictions = num_predictions(documents)
         self.order = order
-        self.num_rows, self.segment_length = num_rows, segment_length
+        self.num_rows, self.segment_length, self.turns = num_rows, segment_length, turns
         self.mine = range(num_rows) if mine is None else mine
-        self.row_documents = [NONE] * num_rows
-        self.row_positions = [0] * num_rows
+        self.row_documents = [NONE] * num_rows * turns
+        self.row_positions = [0] * num_rows * turns
+        self.turn = 0
+        """Which set of rows is read next."""
         self.predictions = 0
         """In the segment given last, of all rows of all processes."""
         self._start_epoch(0)
@@ -96,8 +102,10 @@ class Walker:
         segment_length: int,
         seed: int = 0,
         mine: range | None = None,
+        turns: int = 1,
     ) -> "Walker":
-        """All documents once in each epoch, in another order each time, for ever."""
+        """All documents once in each epoch, in another order each time, for ever. No more turns are
+        taken than there are documents for."""
         usable = np.flatnonzero(num_predictions(documents))
         if not len(usable):
             raise ValueError(
@@ -108,7 +116,8 @@ class Walker:
         def order(epoch: int) -> IntArray:
             return np.random.Generator(np.random.PCG64([seed, epoch])).permutation(usable)
 
-        return cls(documents, order, num_rows, segment_length, mine)
+        turns = max(min(turns, len(usable) // max(num_rows, 1)), min(turns, 1))
+        return cls(documents, order, num_rows, segment_length, mine, turns)
 
     @classmethod
     def once(
@@ -135,7 +144,9 @@ class Walker:
         """The next segment of my rows; padding alone when all is over."""
         segment = Segment.padding(len(self.mine), self.segment_length)
         self.predictions = 0
-        for row in range(self.num_rows):
+        first = self.turn * self.num_rows
+        self.turn = (self.turn + 1) % self.turns
+        for row in range(first, first + self.num_rows):
             starts = self.row_documents[row] == NONE
             if starts:
                 self.row_documents[row], self.row_positions[row] = self._take_document(), 0
@@ -143,8 +154,8 @@ class Walker:
             if document == NONE:
                 continue
             end = min(position + self.segment_length, int(self.num_predictions[document]))
-            if row in self.mine:
-                i, length = row - self.mine.start, end - position
+            if row - first in self.mine:
+                i, length = row - first - self.mine.start, end - position
                 tokens = self.documents[document][position : end + 1]
                 segment.tokens[i, :length], segment.targets[i, :length] = tokens[:-1], tokens[1:]
                 segment.starts[i], segment.positions[i] = starts, position
@@ -176,14 +187,15 @@ class Walker:
             "place": self._place,
             "documents": list(self.row_documents),
             "positions": list(self.row_positions),
+            "turn": self.turn,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         documents, positions = list(state["documents"]), list(state["positions"])
-        if len(documents) != self.num_rows:
+        if len(documents) != len(self.row_documents):
             raise ValueError(
                 f"the saved position has {len(documents)} rows and this run has "
-                f"{self.num_rows}: resume with as many rows"
+                f"{len(self.row_documents)}: resume with as many rows"
             )
         for document, position in zip(documents, positions, strict=True):
             fits = document < len(self.documents) and state["place"] <= len(self._queue)
@@ -193,6 +205,7 @@ class Walker:
                     "documents: resume with the store that the run began with"
                 )
         self.row_documents, self.row_positions = documents, positions
+        self.turn = state.get("turn", 0)
         self._start_epoch(state["epoch"])
         self._place = state["place"]
 

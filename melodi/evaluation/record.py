@@ -67,7 +67,7 @@ def evaluate_run(
 ) -> dict[str, Any]:
     """The record of a model that `load` gave; each pass has a bar where there is a terminal."""
     device, config = model.embedding.weight.device, model.config
-    found = resolve(precision, device, config.width, config.ffn_width)
+    found = resolve(precision, device, config)
     for name, value in (("rows", rows), ("max_tokens", max_tokens)):
         if value is not None and value < 1:
             raise ValueError(f"{name}={value} must be at least 1")

@@ -64,15 +64,18 @@ class Scale:
         return fitted(config, reference_parameters(self, vocab_size, shape.depth, shape.counted))
 
     def train(self, shape: Shape, tokens: int, seed: int) -> TrainConfig:
-        """The training of a row: as many tokens as for every other, whatever its segment."""
-        windows = self.segment_windows * WINDOW * shape.segment // (shape.window * SEGMENT)
-        windows = max(windows, 1)
-        step = self.rows * windows * self.row_window(shape)
+        """The training of a row: as many tokens as for every other, whatever its segment. Where
+        windows are so long that a segment would hold one alone, and nothing would be learned about
+        memory, it holds two, of fewer rows."""
+        length = self.segment_windows * self.window * shape.segment // SEGMENT
+        windows = max(length // self.row_window(shape), 2)
+        rows = max(self.rows * length // (windows * self.row_window(shape)), 1)
+        step = rows * windows * self.row_window(shape)
         return replace(
             recipe(f"{self.training}-{shape.system}"),
             steps=max(round(tokens / step), 1),
             seed=seed,
-            rows=self.rows,
+            rows=rows,
             segment_windows=windows,
         )
 
@@ -121,9 +124,9 @@ LAPTOP = Scale(
     window=64,
     queue=64,
     rows=16,
-    segment_windows=8,
-    tokens=4_000_000,
-    ablation_tokens=4_000_000,
+    segment_windows=2,
+    tokens=2_000_000,
+    ablation_tokens=2_000_000,
     vocab_size=2048,
 )
 PAPER = Scale(

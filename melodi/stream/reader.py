@@ -76,7 +76,7 @@ class StreamReader:
         self.model = model
         self.tokenizer: Tokenizer | None = getattr(model, "tokenizer", None)
         weight, config = model.embedding.weight, model.config
-        self.precision = resolve(precision, weight.device, config.width, config.ffn_width)
+        self.precision = resolve(precision, weight.device, config)
         self.int8 = int8
         check_int8(int8, self.precision, weight.device)
         state = state.to(weight.device)

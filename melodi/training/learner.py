@@ -69,10 +69,14 @@ class Learner:
         self.sharded = any(map(is_sharded, self.model.parameters()))
         self.optimizer = make_optimizer(self.model, config.optimizer)
         length = config.segment_windows * model.window
-        walker = Walker.shuffled(documents, config.rows, length, config.seed, self.local_rows)
+        walker = Walker.shuffled(
+            documents, config.rows, length, config.seed, self.local_rows, config.turns
+        )
         self.batches = Batches(walker, model.vocab_size, pinned=group.device.type == "cuda")
         self.rows_per_part = len(self.local_rows) // config.accumulate
-        self.states = [self.model.empty_state(self.rows_per_part) for _ in range(config.accumulate)]
+        self.turns = walker.turns
+        parts = self.turns * config.accumulate
+        self.states = [self.model.empty_state(self.rows_per_part) for _ in range(parts)]
         self.step = 0
         self.skipped = 0
         self.skips_in_a_row = 0
@@ -93,7 +97,7 @@ class Learner:
         total, norm = self.group.totals(nats, self._gradient_norm())
         if math.isfinite(norm) and total < float("inf"):
             self.optimizer.step()
-            self.states, self.skips_in_a_row = states, 0
+            self.states[self._parts], self.skips_in_a_row = states, 0
         else:  # the weights and the memory stay as they were; the data moves on
             self.skipped, self.skips_in_a_row = self.skipped + 1, self.skips_in_a_row + 1
         self.optimizer.zero_grad(set_to_none=True)
@@ -106,6 +110,12 @@ class Learner:
             "data_seconds": data_seconds,
         }
 
+    @property
+    def _parts(self) -> slice:
+        """The parts of the rows whose turn it is in this step."""
+        turn, parts = (self.step - 1) % self.turns, self.config.accumulate
+        return slice(turn * parts, (turn + 1) * parts)
+
     def _gradients(self, batch: Batch) -> tuple[Tensor, list[MemoryState]]:
         """Adds up the gradients of the mean loss over all rows of all processes."""
         states, device, part = [], self.group.device, self.rows_per_part
@@ -114,10 +124,11 @@ class Learner:
         scale = self.group.world / max(batch.predictions, 1)
         tokens_BT = batch.tokens_BT.to(device, non_blocking=True)
         targets_BT = batch.targets_BT.to(device, non_blocking=True)
-        for i, state in enumerate(self.states):
+        parts = range(len(self.states))[self._parts]
+        for i, mine in enumerate(parts):
             rows = slice(i * part, (i + 1) * part)
-            self.states[i] = state = state.forget(batch.starts_B[rows])
-            with without_reduction(self.forward, last=i == len(self.states) - 1):
+            self.states[mine] = state = self.states[mine].forget(batch.starts_B[rows])
+            with without_reduction(self.forward, last=i == len(parts) - 1):
                 with autocast(self.config.precision, device), ids_checked():
                     nats_BT, state, extra_loss = self.forward(
                         tokens_BT[rows], targets_BT[rows], state
@@ -125,7 +136,7 @@ class Learner:
                     total = nats_BT.sum()
                 loss = total * scale
                 if extra_loss is not None:
-                    loss = loss + extra_loss / len(self.states)
+                    loss = loss + extra_loss / len(parts)
                 loss.backward()
             nats += total.detach()
             states.append(state.detach())
@@ -190,6 +201,6 @@ class Learner:
         return saved
 
     def _first_rows(self) -> list[int]:
-        """The global row with which each part begins."""
-        first = self.local_rows.start
-        return [first + i * self.rows_per_part for i in range(len(self.states))]
+        """The global row with which each part of each turn begins."""
+        firsts = self.local_rows[:: self.rows_per_part]
+        return [turn * self.config.rows + row for turn in range(self.turns) for row in firsts]

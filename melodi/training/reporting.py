@@ -131,7 +131,7 @@ def introduction(
         f"{config.steps:,} steps of {tokens:,} tokens ({config.rows} rows of "
         f"{config.segment_windows} windows of {window}), {config.steps * tokens:,} tokens in all: "
         f"{walker.epochs_in(config.steps):.3g} times through the "
-        f"{documents:,} training documents",
+        f"{documents:,} training documents, {len(walker.row_documents):,} of them at a time",
     ]
     if config.rows > documents:
         lines.append(

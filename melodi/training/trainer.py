@@ -65,7 +65,7 @@ def found_precision(
     config: TrainConfig, model: ModelConfig, group: Processes
 ) -> Literal["fp32", "bf16"]:
     """What "auto" means for the first process, for all."""
-    found = group.first and resolve(config.precision, group.device, model.width, model.ffn_width)
+    found = group.first and resolve(config.precision, group.device, model)
     return "bf16" if group.any(found == "bf16") else "fp32"
 
 

@@ -53,24 +53,27 @@ def assert_equal(a: Segment, b: Segment) -> None:
 LENGTHS = st.lists(st.integers(0, 30), min_size=1, max_size=12).filter(lambda x: max(x) >= 2)
 
 
-@given(LENGTHS, st.integers(1, 5), st.integers(1, 9), st.integers(0, 3))
+@given(LENGTHS, st.integers(1, 5), st.integers(1, 9), st.integers(0, 3), st.integers(1, 4))
 def test_training_walks_every_document_once_an_epoch(
-    lengths: list[int], num_rows: int, length: int, seed: int
+    lengths: list[int], num_rows: int, length: int, seed: int, turns: int
 ) -> None:
     """In each epoch each document of two tokens or more is walked once, by one row, from start to
-    end: n-1 predictions of the next token across segment edges, then padding."""
+    end: n-1 predictions of the next token across segment edges, then padding. Sets of rows that
+    take turns are no more than there are documents for."""
     documents = documents_of(lengths)
-    walker = Walker.shuffled(documents, num_rows, length, seed)
+    walker = Walker.shuffled(documents, num_rows, length, seed, turns=turns)
+    whole = predictions(documents)
+    assert walker.turns == max(min(turns, len(whole) // num_rows), 1)
     segments = []
     while walker.epoch < 3:
         segments.append(walker.next())
-    whole = predictions(documents)
     found = []
-    for row in range(num_rows):
-        *done, last = walks(segments, row)
-        assert all(pairs == whole[document] for document, pairs in done)
-        assert last[1] == whole[last[0]][: len(last[1])]
-        found += [*done, last]
+    for turn in range(walker.turns):
+        for row in range(num_rows):
+            *done, last = walks(segments[turn :: walker.turns], row)
+            assert all(pairs == whole[document] for document, pairs in done)
+            assert last[1] == whole[last[0]][: len(last[1])]
+            found += [*done, last]
     counts = [sum(document == i for document, _ in found) for i in whole]
     assert sum(counts) == round(walker.epoch * len(whole))
     assert min(counts) >= 3
@@ -118,7 +121,7 @@ def test_processes_walk_together_and_read_their_own_rows(
     documents = Watched(whole.tokens, np.stack([whole.offsets, whole.offsets]))
     shares = [None, *(range(i * each, (i + 1) * each) for i in range(world))]
     if for_ever:
-        walkers = [Walker.shuffled(documents, world * each, 4, seed, mine) for mine in shares]
+        walkers = [Walker.shuffled(documents, world * each, 4, seed, mine, 2) for mine in shares]
         steps = zip(*([walker.next() for _ in range(20)] for walker in walkers), strict=True)
     else:
         walkers = [Walker.once(documents, world * each, 4, None, mine) for mine in shares]
@@ -135,11 +138,13 @@ def test_processes_walk_together_and_read_their_own_rows(
     assert alone.predictions == (everyone.targets >= 0).sum()
 
 
-@given(LENGTHS, st.integers(1, 4), st.integers(0, 40), st.integers(0, 3))
-def test_walkers_resume_exactly(lengths: list[int], num_rows: int, step: int, seed: int) -> None:
+@given(LENGTHS, st.integers(1, 4), st.integers(0, 40), st.integers(0, 3), st.integers(1, 3))
+def test_walkers_resume_exactly(
+    lengths: list[int], num_rows: int, step: int, seed: int, turns: int
+) -> None:
     """The state after any step, through JSON, leads to the same segments as going on."""
     documents = documents_of(lengths)
-    walker, resumed = (Walker.shuffled(documents, num_rows, 4, seed) for _ in range(2))
+    walker, resumed = (Walker.shuffled(documents, num_rows, 4, seed, turns=turns) for _ in range(2))
     for _ in range(step):
         walker.next()
     resumed.load_state_dict(json.loads(json.dumps(walker.state_dict())))
@@ -158,6 +163,7 @@ def test_saved_positions_are_a_format() -> None:
         "place": 2,
         "documents": [3, 0, 3],
         "positions": [8, 4, 16],
+        "turn": 0,
     }
 
 
