@@ -14,6 +14,8 @@ from torch import Tensor
 
 CHUNK_LOGITS = 1 << 22
 """Logits that exist at the same time: more than 32 MB would be mapped afresh at each use."""
+CHUNK_ROWS = 512
+"""Predictions of a chunk at most: with more the logits of small vocabularies leave the cache."""
 
 
 def linear_nats(x_nD: Tensor, weight_VD: Tensor, targets_n: Tensor, scale: float) -> Tensor:
@@ -56,16 +58,17 @@ def nats_and_gradients(
     grad_weight_VD = torch.zeros_like(weight_VD)
     start = 0
     for x_cD, target_c in chunks(x_nD, targets_n, len(weight_VD)):
-        logits_cV = logits_of(x_cD, weight_VD, scale)
+        p_cV = logits_of(x_cD, weight_VD, scale)
         counted_c1 = (target_c >= 0)[:, None]
         place_c1 = target_c.clamp(min=0)[:, None]
-        total_c1 = logits_cV.logsumexp(-1, keepdim=True)
-        nats.append(((total_c1 - logits_cV.gather(1, place_c1)) * counted_c1)[:, 0])
+        weight_c1 = grad_n[start : start + len(x_cD), None].to(p_cV.dtype) * counted_c1 * scale
+        largest_c1, found_c1 = p_cV.amax(-1, keepdim=True), p_cV.gather(1, place_c1)
+        # Logits become softmax, softmax the gradient, all in the same memory.
+        total_c1 = p_cV.sub_(largest_c1).exp_().sum(-1, keepdim=True)
+        nats.append(((total_c1.log() + largest_c1 - found_c1) * counted_c1)[:, 0])
         # d nats / d logits = softmax - one at the target.
-        p_cV = logits_cV.sub_(total_c1).exp_()
-        p_cV.scatter_add_(1, place_c1, -torch.ones_like(total_c1))
-        weight_c1 = grad_n[start : start + len(x_cD), None] * counted_c1 * scale
-        p_cV = p_cV.mul_(weight_c1).to(x_nD.dtype)
+        p_cV = p_cV.mul_(weight_c1 / total_c1).scatter_add_(1, place_c1, -weight_c1)
+        p_cV = p_cV.to(x_nD.dtype)
         grads_x.append(p_cV @ weight_VD)
         grad_weight_VD += p_cV.T @ x_cD
         start += len(x_cD)
@@ -80,5 +83,5 @@ def logits_of(x_nD: Tensor, weight_VD: Tensor, scale: float) -> Tensor:
 
 
 def chunks(x_nD: Tensor, targets_n: Tensor, vocab_size: int) -> "zip[tuple[Tensor, Tensor]]":
-    size = max(CHUNK_LOGITS // vocab_size, 1)
+    size = min(max(CHUNK_LOGITS // vocab_size, 1), CHUNK_ROWS)
     return zip(x_nD.split(size), targets_n.split(size), strict=True)
