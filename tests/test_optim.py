@@ -37,7 +37,9 @@ WIDE = replace(
 
 
 def config_of(name: str) -> OptimizerConfig:
-    return OptimizerConfig(name, 0.01, 0.001, 3, weight_decay=0.1, gate_multiplier=2.0)  # type: ignore[arg-type]
+    return OptimizerConfig(
+        name, 0.01, 0.001, 3, weight_decay=0.1, gate_multiplier=2.0, mixer_multiplier=0.5
+    )  # type: ignore[arg-type]
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
@@ -183,17 +185,20 @@ def test_schedule() -> None:
 
 @pytest.mark.parametrize("config", [*PRESETS.values(), *ZOO.values()], ids=[*PRESETS, *ZOO])
 def test_every_parameter_is_in_the_group_of_its_module(config: ModelConfig) -> None:
-    """Exactly once; only matrices decay."""
+    """Exactly once; only matrices and mixers decay."""
     with torch.device("meta"):
         model = LanguageModel(config)
     expected: dict[str, set[int]] = {
         "embeddings": {id(model.embedding.weight), id(model.table_SD)},
         "gates": set(),
         "matrices": set(),
+        "mixers": set(),
     }
     for module in model.modules():
-        if isinstance(module, nn.Linear | TokenMixer):
+        if isinstance(module, nn.Linear):
             expected["matrices"].add(id(module.weight))
+        elif isinstance(module, TokenMixer):
+            expected["mixers"].add(id(module.weight))
         elif isinstance(module, RecurrentState):
             expected["embeddings"] |= {id(module.initial), id(module.position)}
             expected["gates"].add(id(module.gate))
@@ -209,14 +214,15 @@ def test_every_parameter_is_in_the_group_of_its_module(config: ModelConfig) -> N
     ours = {group["name"]: {id(p) for p in group["params"]} for group in groups}
     assert ours == {name: ids & everything for name, ids in expected.items() if ids & everything}
     decays = {group["name"]: group["weight_decay"] for group in groups}
-    assert decays == {name: 0.1 if name == "matrices" else 0.0 for name in ours}
+    assert decays == {name: 0.1 if name in ("matrices", "mixers") else 0.0 for name in ours}
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_gates_have_their_own_rate(name: str) -> None:
+def test_gates_and_mixers_have_their_own_rates(name: str) -> None:
     groups = make_optimizer(LanguageModel(WIDE), config_of(name)).param_groups
     assert {group["name"]: group["multiplier"] for group in groups} == {
         "matrices": 1.0,
+        "mixers": 0.5,
         "embeddings": 1.0,
         "gates": 2.0,
         "vectors": 1.0,

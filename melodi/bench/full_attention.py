@@ -53,7 +53,7 @@ def make_subject(size: Size, context: int) -> Subject:
     c = size.reference
     model = make_llama(c)
     tokens_BT = random_tokens(c, size.rows, size.segment)
-    cache = filled_cache(model, c, context)
+    cache = filled_cache(model, c, context, bf16 := size.precision == "bf16")
 
     def train() -> None:
         nats(model, tokens_BT).sum().backward()
@@ -72,9 +72,9 @@ def make_subject(size: Size, context: int) -> Subject:
         cache.crop(-GENERATED)
 
     work = 2 * operations(c, size.segment)
-    bytes_read = 4 * (operations(c, 0) + 2 * c.num_heads * c.head_size * len(c.layers) * context)
+    floats = operations(c, 0) + 2 * c.num_heads * c.head_size * len(c.layers) * context
     return Subject(
-        NAME, train, read, generate, GENERATED, TRAINING * work, work, generate_work=bytes_read
+        NAME, train, read, generate, GENERATED, TRAINING * work, work, (2 if bf16 else 4) * floats
     )
 
 
@@ -115,14 +115,16 @@ def train_whole(model: Any, c: ModelConfig, rows: int, length: int) -> None:
     model.zero_grad(set_to_none=True)
 
 
-def filled_cache(model: Any, c: ModelConfig, context: int) -> Any:
+def filled_cache(model: Any, c: ModelConfig, context: int, bf16: bool) -> Any:
     """The cache that `generate` uses when it is asked for none, with random pairs in it."""
     from transformers import DynamicCache
 
     cache = DynamicCache(config=model.config)
     with torch.inference_mode():
         for layer in range(len(c.layers)):
-            keys, values = torch.rand(2, 1, c.num_heads, context, c.head_size)
+            keys, values = torch.rand(2, 1, c.num_heads, context, c.head_size).to(
+                torch.bfloat16 if bf16 else torch.float32
+            )
             cache.update(keys, values, layer)
     return cache
 

@@ -58,12 +58,12 @@ def tasks(size: Size, buffer_mb: int) -> list[Task]:
     def bandwidth() -> float:
         return 4 * buffer.numel() / best_seconds(lambda: buffer.sum())
 
-    def roof(dtype: torch.dtype) -> float:
+    def roof() -> float:
+        dtype = torch.bfloat16 if size.precision == "bf16" else torch.float32
         return max(product_rate(*shape, dtype) for shape in product_shapes(size))
 
     return [
-        Task("machine", "roof", lambda: roof(torch.float32), needed=True),
-        Task("machine", "roof-bf16", lambda: roof(torch.bfloat16), needed=True),
+        Task("machine", "roof", roof, needed=True),
         Task("machine", "bandwidth", bandwidth, needed=True),
     ]
 

@@ -214,12 +214,22 @@ EXTRA: dict[LayerKind, Extra] = {
 def floats_read(config: ModelConfig) -> float:
     """Weights and memory that one generated token must read, on average over a window, with full
     memory. What happens once in a window is left out: this is a floor."""
+    return weights_read(config) + memory_read(config)
+
+
+def weights_read(config: ModelConfig) -> int:
     D, HE = config.width, inner(config)
-    total = float(config.vocab_size * D)
+    total = config.vocab_size * D
     for kind in config.layers:
-        sources = 2 if kind == "recurrent" else 1
-        seen = visible_pairs(config, kind, 0, MANY) / config.window
-        total += D * HE * (3 + sources) + 2 * D * config.ffn_width + 2 * HE * seen
+        total += D * HE * (5 if kind == "recurrent" else 4) + 2 * D * config.ffn_width
+    return total
+
+
+def memory_read(config: ModelConfig) -> float:
+    """Pairs of the window and its past, and what else a kind reads."""
+    total = 0.0
+    for kind in config.layers:
+        total += 2 * inner(config) * visible_pairs(config, kind, 0, MANY) / config.window
         total += MEMORY_READ.get(kind, lambda c: 0)(config)
     return total
 

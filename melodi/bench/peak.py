@@ -21,6 +21,7 @@ from melodi.bench.sizes import Size
 from melodi.bench.subjects import read_document, train_on_document
 from melodi.config import ModelConfig
 from melodi.model import LanguageModel
+from melodi.precision import autocast
 
 
 def peak_of(name: str, work: str, length: int, size: Size, timeout: float) -> float:
@@ -32,6 +33,7 @@ def peak_of(name: str, work: str, length: int, size: Size, timeout: float) -> fl
         "length": length,
         "rows": size.rows,
         "segment_windows": size.segment_windows,
+        "precision": size.precision,
         "models": {key: model.to_dict() for key, model in size.models.items()},
         "threads": torch.get_num_threads(),
     }
@@ -51,7 +53,7 @@ def peak_of(name: str, work: str, length: int, size: Size, timeout: float) -> fl
 def work_of(order: dict[str, Any]) -> Callable[[], object]:
     """What is to be measured, ready to run: the model is there."""
     models = {name: ModelConfig.from_dict(values) for name, values in order["models"].items()}
-    size = Size(models, order["rows"], order["segment_windows"])
+    size = Size(models, order["rows"], order["segment_windows"], order["precision"])
     name, work, length = order["name"], order["work"], order["length"]
     if name in models:
         model = LanguageModel(models[name])
@@ -79,7 +81,8 @@ def main(order: dict[str, Any]) -> None:
     with contextlib.suppress(OSError):  # on Linux the peak can start anew
         Path("/proc/self/clear_refs").write_text("5")
     before = status_mb("VmRSS") or peak_mb()
-    run()
+    with autocast(order["precision"], torch.device("cpu")):
+        run()
     print(peak_mb() - before)
 
 

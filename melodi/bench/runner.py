@@ -35,6 +35,7 @@ from melodi.bench.sizes import REFERENCE, Plan, Size
 from melodi.bench.subjects import our_subject, random_tokens, read_document, read_on
 from melodi.memory import MemoryState
 from melodi.model import LanguageModel
+from melodi.precision import autocast
 
 Note = Callable[[str], None]
 ROOFS = {"train": "roof", "read": "roof", "generate": "bandwidth"}
@@ -57,6 +58,7 @@ def run_bench(size: Size, plan: Plan) -> dict[str, Any]:
         "config": {
             "rows": size.rows,
             "segment": size.segment,
+            "precision": size.precision,
             "models": {name: size.models[name].to_dict() for name in names},
         },
         "notes": notes,
@@ -70,7 +72,8 @@ def run_bench(size: Size, plan: Plan) -> dict[str, Any]:
     }
     for part, measure in parts.items():
         begin = time.perf_counter()
-        record[part] = measure()
+        with autocast(size.precision, torch.device("cpu")):
+            record[part] = measure()
         record["seconds"][part] = time.perf_counter() - begin
         progress_done()
         print(f"melodi: {part} took {record['seconds'][part]:.0f} s", file=sys.stderr)

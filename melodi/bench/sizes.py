@@ -4,7 +4,7 @@ Every model of a size has the same width, depth, vocabulary and window, and gets
 """
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from melodi.config import PRESETS, ModelConfig
 
@@ -19,6 +19,8 @@ class Size:
     models: dict[str, ModelConfig]
     rows: int
     segment_windows: int
+    precision: Literal["fp32", "bf16"] = "fp32"
+    """Of all products; memory is in float32."""
 
     @property
     def reference(self) -> ModelConfig:

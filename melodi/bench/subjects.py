@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from melodi.bench.measure import Task, rate
-from melodi.bench.operations import TRAINING, floats_read, per_token
+from melodi.bench.operations import TRAINING, memory_read, per_token, weights_read
 from melodi.bench.sizes import REFERENCE, Size
 from melodi.config import ModelConfig
 from melodi.layers.frame import named
@@ -67,7 +67,7 @@ def our_subject(name: str, config: ModelConfig, size: Size) -> Subject:
     model = LanguageModel(config).eval()
     tokens_BT = random_tokens(config, size.rows, size.segment)
     state, targets_BT = filled_state(model, size.rows), tokens_BT.roll(-1, 1)
-    opened = StreamReader(model, filled_state(model, 1))
+    opened = StreamReader(model, filled_state(model, 1), precision=size.precision)
     opened.read(tokens_BT[0, : max(config.window // 2, 1)].tolist())
     generated = min(GENERATED, config.window)
 
@@ -82,8 +82,9 @@ def our_subject(name: str, config: ModelConfig, size: Size) -> Subject:
 
     def generate() -> None:
         reader = copy.copy(opened)  # states are values: each time goes on from the same place
-        for _ in reader.generate(generated, temperature=0):
-            pass
+        with torch.autocast("cpu", enabled=False):  # the reader sees to its precision itself
+            for _ in reader.generate(generated, temperature=0):
+                pass
 
     work = 2 * per_token(config)
     return Subject(
@@ -94,7 +95,8 @@ def our_subject(name: str, config: ModelConfig, size: Size) -> Subject:
         generated,
         train_work=TRAINING * work,
         read_work=work,
-        generate_work=4 * floats_read(config),
+        generate_work=(2 if size.precision == "bf16" else 4) * weights_read(config)
+        + 4 * memory_read(config),
         optional=False,
     )
 

@@ -32,6 +32,9 @@ class OptimizerConfig:
     """Decay of Muon's momentum. Adafactor's is the paper's, 0.9."""
     gate_multiplier: float = 1.0
     """Learning rate of gates and attention scales, relative to the rest."""
+    mixer_multiplier: float = 1.0
+    """Learning rate of Melodi's token mixers, relative to the rest. Muon turns a matrix of any size
+    around in some ten steps: a mixer that hands on tokens has then forgotten which."""
 
     def __post_init__(self) -> None:
         if isinstance(self.betas, list):  # as JSON has it
@@ -44,7 +47,7 @@ class OptimizerConfig:
                 f"floor={self.floor} is not between 0 and peak={self.peak}: the learning rate "
                 "falls from the peak to the floor"
             )
-        check_least(self, warmup=0, weight_decay=0, gate_multiplier=0)
+        check_least(self, warmup=0, weight_decay=0, gate_multiplier=0, mixer_multiplier=0)
         if not all(0 <= decay < 1 for decay in (*self.betas, self.momentum)):
             raise ValueError(
                 f"betas={self.betas} and momentum={self.momentum} must be at least 0 and below 1"
@@ -128,7 +131,7 @@ def recipe(preset: str) -> TrainConfig:
             save_every=1_000,
         )
     return TrainConfig(
-        optimizer=OptimizerConfig("muon", peak=0.04, floor=0.004, warmup=20),
+        optimizer=OptimizerConfig("muon", peak=0.02, floor=0.002, warmup=20, mixer_multiplier=0.04),
         steps=800,
         segment_windows=2,
         validate_every=200,

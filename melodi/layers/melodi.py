@@ -9,7 +9,7 @@ Shapes as in frame.py; S short-term = summary tokens, L long-term tokens, M = LÂ
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -214,6 +214,8 @@ class TokenMixer(nn.Module):
 
     `residual` normalises both inputs and adds the summary itself.
     """
+
+    roles: ClassVar = {"weight": "mixers"}
 
     def __init__(self, config: ModelConfig, outputs: int, bias: bool, residual: bool) -> None:
         super().__init__()

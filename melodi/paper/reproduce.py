@@ -89,7 +89,8 @@ def evaluate_folder(
     store.verify(split)
     with locked(run.folder):
         model = load(run.folder).to(group.device)
-        record = evaluate_run(model, run, store, split, max_tokens=max_tokens)
+        precision = run.configs()[1].precision
+        record = evaluate_run(model, run, store, split, max_tokens=max_tokens, precision=precision)
         write_record(run, record)
     return record
 

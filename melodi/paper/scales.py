@@ -38,7 +38,9 @@ class Scale:
     window: int
     queue: int
     rows: int
-    """Documents in flight."""
+    """Documents that a step reads."""
+    documents: int
+    """Documents under way: where a step reads fewer, sets of rows take turns."""
     segment_windows: int
     """Windows of a segment, at the scale's own window."""
     tokens: int
@@ -52,6 +54,7 @@ class Scale:
     """Whether parameters are made equal."""
     training: Literal["laptop", "paper"] = "laptop"
     """Whose recipe of training."""
+    precision: Literal["fp32", "bf16"] = "fp32"
 
     def config(
         self, shape: Shape, vocab_size: int | None = None, equal: bool | None = None
@@ -76,7 +79,9 @@ class Scale:
             steps=max(round(tokens / step), 1),
             seed=seed,
             rows=rows,
+            turns=max(self.documents // rows, 1),
             segment_windows=windows,
+            precision=self.precision,
         )
 
     def row_window(self, shape: Shape) -> int:
@@ -121,9 +126,10 @@ LAPTOP = Scale(
     num_heads=4,
     layers=6,
     counted_layers=13,
-    window=64,
+    window=256,
     queue=64,
-    rows=16,
+    rows=4,
+    documents=32,
     segment_windows=2,
     tokens=2_000_000,
     ablation_tokens=2_000_000,
@@ -138,6 +144,7 @@ PAPER = Scale(
     window=WINDOW,
     queue=QUEUE,
     rows=32,
+    documents=32,
     segment_windows=8,
     tokens=500_000 * 32 * SEGMENT,
     ablation_tokens=200_000 * 32 * SEGMENT,

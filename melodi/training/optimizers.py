@@ -19,7 +19,7 @@ from torch.optim import AdamW, Optimizer
 
 from melodi.config.training import OptimizerConfig
 from melodi.sharded import gather, is_sharded, shard_like
-from melodi.training.parameters import parameter_groups
+from melodi.training.parameters import MATRICES, parameter_groups
 
 FACTORED_SIZE = 128
 """Second moments are factored over the two largest dimensions if both are at least this long."""
@@ -34,15 +34,16 @@ NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 def make_optimizer(model: nn.Module, config: OptimizerConfig) -> Optimizer:
     """The optimizer of a model whose parameters are where, and sharded as, they will be trained."""
     groups = parameter_groups(model, config.weight_decay)
+    multipliers = {"gates": config.gate_multiplier, "mixers": config.mixer_multiplier}
     for group in groups:
-        group["multiplier"] = config.gate_multiplier if group["name"] == "gates" else 1.0
+        group["multiplier"] = multipliers.get(group["name"], 1.0)
         group["lr"] = config.peak * group["multiplier"]
     if config.name == "adafactor":
         return Adafactor(groups, config.peak)
     if config.name == "adamw":
         return AdamW(groups, config.peak, config.betas, weight_decay=0.0, fused=True)
-    matrices = [group for group in groups if group["name"] == "matrices"]
-    rest = [group for group in groups if group["name"] != "matrices"]
+    matrices = [group for group in groups if group["name"] in MATRICES]
+    rest = [group for group in groups if group["name"] not in MATRICES]
     return CombinedOptimizer(
         Muon(matrices, config.peak, config.momentum),
         AdamW(rest, config.peak, config.betas, weight_decay=0.0, fused=True),

@@ -13,22 +13,25 @@ from torch.optim import Optimizer
 
 from melodi.sharded import gather, shard_like
 
-ROLES = ("matrices", "embeddings", "gates", "vectors")
+ROLES = ("matrices", "mixers", "embeddings", "gates", "vectors")
+MATRICES = ROLES[:2]
+"""What decays, and what Muon takes."""
 NUMBERS = {"bool": bool, "int": int, "float": float}
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """The model's parameters by what they do, in the groups that have any.
 
-    matrices: of linear layers and token mixers, the only ones with weight decay. embeddings: tables
-    of learned tokens. gates: gates and attention scales. vectors: norms, biases, position biases.
+    matrices: of linear layers. mixers: over the token axis; these two alone have weight decay.
+    embeddings: tables of learned tokens. gates: gates and attention scales. vectors: norms, biases,
+    position biases.
     """
     groups: dict[str, list[Tensor]] = {role: [] for role in ROLES}
     for path, parameter in model.named_parameters():
         module, _, name = path.rpartition(".")
         groups[role_of(model.get_submodule(module), name, parameter)].append(parameter)
     return [
-        {"name": n, "params": p, "weight_decay": weight_decay if n == "matrices" else 0.0}
+        {"name": n, "params": p, "weight_decay": weight_decay if n in MATRICES else 0.0}
         for n, p in groups.items()
         if p
     ]
