@@ -233,6 +233,10 @@ class RMSNorm(nn.RMSNorm):
     def __init__(self, width: int) -> None:
         super().__init__(width, eps=EPSILON)
 
+    def forward(self, x: Tensor) -> Tensor:
+        """In the numbers of its weight: under autocast on a CPU products come in bfloat16."""
+        return super().forward(x.to(self.weight.dtype))
+
 
 def attend(
     q_BHtE: Tensor,
