@@ -20,7 +20,8 @@ def plot_bench(record: dict[str, Any], folder: Path) -> Path:
     plot_memory(reading, record, ("read", "chunks"), "Memory of reading")
     plot_memory(training, record, ("train",), "Memory of training")
     m = record["machine"]
-    figure.suptitle(f"{m['cpu']}, {m['threads']} threads, float32", parse_math=False)
+    numbers = record["config"]["precision"]
+    figure.suptitle(f"{m['cpu']}, {m['threads']} threads, {numbers}", parse_math=False)
     path = folder / "bench.png"
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
