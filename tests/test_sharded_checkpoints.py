@@ -71,8 +71,8 @@ def test_sharded_and_whole_take_over_from_each_other(
     checkpoint = tmp_path / "run" / "checkpoints" / "step-00000005"
     names = json.loads((checkpoint / "checksums.json").read_text()).keys()
     assert names == {
-        *("memory-rows-000000-000003.safetensors", "trainer.json"),
-        "sharded/shard-00001-model-00001-of-00001.safetensors",
+        *("memory-rows-000000-000003.safetensors", "memory-rows-000004-000007.safetensors"),
+        *("sharded/shard-00001-model-00001-of-00001.safetensors", "trainer.json"),
     }
     assert same(weights(tmp_path / "run"), for_use)
     trainer = resumed(tmp_path / "run", store, ALONE, "ddp")
