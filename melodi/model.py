@@ -258,14 +258,14 @@ class LanguageModel(nn.Module):
         return (
             torch.is_grad_enabled()
             and self.embedding.weight.device.type == "cpu"
-            and self.is_plain()
+            and not self.static_shapes
+            and not (self.training and self.config.dropout)
             and not bool((state.open_B + lengths_B % self.config.window).any())
             and bool((lengths_B == lengths_B[0]).all())
         )
 
     def is_plain(self) -> bool:
-        """Without autocast, static shapes and dropout, which the short cuts of layers/growing.py
-        and layers/token.py cannot do."""
+        """Without autocast, static shapes and dropout, which layers/token.py cannot do."""
         weight = self.embedding.weight
         return not (
             (not weight.is_meta and torch.is_autocast_enabled(weight.device.type))

@@ -19,6 +19,7 @@ from torch import Tensor
 from melodi.layers.fifo import push
 from melodi.layers.frame import WindowPart
 from melodi.layers.transformer import Pairs
+from melodi.precision import product_dtype
 
 CHUNK = 512
 """Slots of the base that the backward pass takes at a time: their scores stay in the cache."""
@@ -45,8 +46,15 @@ def attend_filled(
     return attend_growing(q_BHtE, base, fresh.slots(-newest), old, zeros), empty_B
 
 
+def begun(queue: Pairs) -> tuple[Pairs, Pairs]:
+    """The FIFO as `base`, in the numbers of its products, and as `fresh` nothing yet."""
+    return queue.to(product_dtype(queue.keys_BHkE)), queue.slots(0, 0)
+
+
 def pushed(base: Pairs, fresh: Pairs) -> Pairs:
-    """The FIFO with its fresh slots."""
+    """The FIFO with its fresh slots, in the numbers that it is carried in: products that autocast
+    has made, and that are all that base holds, lose nothing on the way."""
+    base = base.to(fresh.keys_BHkE.dtype)
     keys, values = (push(old, new, 2) for old, new in zip(base, fresh, strict=True))
     return Pairs(keys, values)
 
@@ -56,6 +64,8 @@ def attend_growing(
 ) -> Tensor:
     """softmax(q·k)·v over the newest `old` slots of the base, the fresh ones, and as many slots of
     zeros, each given by row. Zero where a row has none of them."""
+    numbers = base.keys_BHkE.dtype
+    q_BHtE, fresh = q_BHtE.to(numbers), fresh.to(numbers)
     return GrowingAttention.apply(q_BHtE, *base, *fresh, tuple(old), tuple(zeros))
 
 
@@ -91,6 +101,7 @@ class GrowingAttention(torch.autograd.Function):
         q_BHtE, base_keys, base_values, *fresh, out_BHtE, total_BHt1 = ctx.saved_tensors
         grad_BHtE = grad_BHtE.contiguous()
         delta_BHt1 = (grad_BHtE * out_BHtE).sum(-1, keepdim=True)
+        total_BHt1 = total_BHt1.to(q_BHtE.dtype)
         grads_q, grads_fresh = [], []
         for b, slots in enumerate(ctx.old):
             q, grad = q_BHtE[b].contiguous(), grad_BHtE[b]
@@ -122,23 +133,26 @@ class GrowingAttention(torch.autograd.Function):
 def attend_parts(
     q_BHtE: Tensor, base: Pairs, fresh: Pairs, old: int, zeros: int
 ) -> tuple[Tensor, Tensor]:
-    """Attention, and the logarithm of the sum of exp(q·k): each part by itself, then together."""
+    """Attention, and the logarithm of the sum of exp(q·k), in float32 at least: each part by
+    itself, then together."""
     parts = []
+    wide = torch.promote_types(q_BHtE.dtype, torch.float32)
     if old:
         out_BHtE, total_BHt = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             q_BHtE, *base.slots(-old), scale=1.0
         )
-        parts.append((out_BHtE, total_BHt[..., None].to(q_BHtE.dtype)))
+        parts.append((out_BHtE, total_BHt[..., None].to(wide)))
     if fresh.keys_BHkE.size(2):
-        scores_BHtf = q_BHtE @ fresh.keys_BHkE.mT
+        scores_BHtf = (q_BHtE @ fresh.keys_BHkE.mT).to(wide)
         total_BHt1 = scores_BHtf.logsumexp(-1, keepdim=True)
-        parts.append((scores_BHtf.sub_(total_BHt1).exp_() @ fresh.values_BHkE, total_BHt1))
+        p_BHtf = scores_BHtf.sub_(total_BHt1).exp_().to(q_BHtE.dtype)
+        parts.append((p_BHtf @ fresh.values_BHkE, total_BHt1))
     if zeros or not parts:
         nothing_BHtE = torch.zeros_like(q_BHtE)
-        parts.append((nothing_BHtE, nothing_BHtE[..., :1] + math.log(max(zeros, 1))))
+        parts.append((nothing_BHtE, nothing_BHtE[..., :1].to(wide) + math.log(max(zeros, 1))))
     out_BHtE, total_BHt1 = parts[0]
     for other_BHtE, other_BHt1 in parts[1:]:
-        share_BHt1 = (other_BHt1 - total_BHt1).sigmoid()
+        share_BHt1 = (other_BHt1 - total_BHt1).sigmoid().to(q_BHtE.dtype)
         out_BHtE = torch.lerp(out_BHtE, other_BHtE, share_BHt1)
         total_BHt1 = torch.logaddexp(total_BHt1, other_BHt1)
     return out_BHtE, total_BHt1

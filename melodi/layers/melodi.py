@@ -19,7 +19,7 @@ from melodi.config import ModelConfig
 from melodi.layers.fifo import append, filled_slots
 from melodi.layers.frame import Layer, Seen, WindowPart, Written
 from melodi.layers.gate import Gate
-from melodi.layers.growing import attend_filled, pushed
+from melodi.layers.growing import attend_filled, begun, pushed
 from melodi.layers.transformer import Pairs, Projections, RMSNorm, attend, randomise
 
 
@@ -201,7 +201,8 @@ class LongTermLayer(ShortTermLayer):
         base = Pairs(memory.keys_BHME, memory.values_BHME)
         if any(tensor.requires_grad for tensor in base):
             return memory
-        return GrowingMemory(memory.z_BSD, *base, *base.slots(0, 0))
+        base, fresh = begun(base)
+        return GrowingMemory(memory.z_BSD, *base, *fresh)
 
     def end_segment(self, memory: MelodiMemory) -> MelodiMemory:
         if not isinstance(memory, GrowingMemory):

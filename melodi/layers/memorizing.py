@@ -16,7 +16,7 @@ from melodi.config import ModelConfig
 from melodi.layers.fifo import append, filled_slots, written_slots
 from melodi.layers.frame import Seen, WindowPart, Written
 from melodi.layers.gate import Gate
-from melodi.layers.growing import attend_filled, pushed
+from melodi.layers.growing import attend_filled, begun, pushed
 from melodi.layers.transformer import Pairs, Projections, attend
 from melodi.layers.transformer_xl import CachedLayer
 
@@ -98,7 +98,8 @@ class MemorizingLayer(CachedLayer[PairsMemory]):
         base = Pairs(memory.keys_BHME, memory.values_BHME)
         if self.top_k is not None or any(tensor.requires_grad for tensor in base):
             return memory
-        return GrowingMemorizingMemory(*memory[:2], *base, *base.slots(0, 0))
+        base, fresh = begun(base)
+        return GrowingMemorizingMemory(*memory[:2], *base, *fresh)
 
     def end_segment(self, memory: PairsMemory) -> PairsMemory:
         if not isinstance(memory, GrowingMemorizingMemory):

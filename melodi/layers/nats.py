@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from melodi.precision import product_dtype
+
 CHUNK_LOGITS = 1 << 22
 """Logits that exist at the same time: more than 32 MB would be mapped afresh at each use."""
 CHUNK_ROWS = 512
@@ -68,7 +70,8 @@ def nats_and_gradients(
         nats.append(((total_c1.log() + largest_c1 - found_c1) * counted_c1)[:, 0])
         # d nats / d logits = softmax - one at the target.
         p_cV = p_cV.mul_(weight_c1 / total_c1).scatter_add_(1, place_c1, -weight_c1)
-        p_cV = p_cV.to(x_nD.dtype)
+        # Once for both products: what is turned around is slow to convert.
+        p_cV = p_cV.to(product_dtype(x_nD))
         grads_x.append(p_cV @ weight_VD)
         grad_weight_VD += p_cV.T @ x_cD
         start += len(x_cD)

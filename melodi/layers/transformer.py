@@ -52,6 +52,9 @@ class Pairs(NamedTuple):
     def detach(self) -> "Pairs":
         return Pairs(self.keys_BHkE.detach(), self.values_BHkE.detach())
 
+    def to(self, dtype: torch.dtype) -> "Pairs":
+        return Pairs(self.keys_BHkE.to(dtype), self.values_BHkE.to(dtype))
+
 
 class Sight(NamedTuple):
     """Who sees what in self-attention, and at which bias; shared by windows that are alike."""
@@ -255,7 +258,9 @@ def attend(
         mask = bias if visible is None else bias.masked_fill(~visible, float("-inf"))
         if bias.requires_grad and q_BHtE.device.type == "cpu":
             # On CPU a bias with a gradient takes torch's slow general path: this is faster.
-            p_BHtk = (q_BHtE @ k_BHkE.transpose(2, 3)).add_(mask).softmax(-1)
+            scores_BHtk = q_BHtE @ k_BHkE.transpose(2, 3)
+            # A sum of two types, as autocast would make it, passes through memory three times.
+            p_BHtk = scores_BHtk.add_(mask.to(scores_BHtk.dtype)).softmax(-1)
             return F.dropout(p_BHtk, dropout, dropout > 0) @ v_BHkE
     return F.scaled_dot_product_attention(
         q_BHtE, k_BHkE, v_BHkE, attn_mask=mask, dropout_p=dropout, scale=1.0

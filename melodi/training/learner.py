@@ -67,7 +67,7 @@ class Learner:
             self.model, group, execution.sharding, config.segment_windows, config.precision
         )
         self.sharded = any(map(is_sharded, self.model.parameters()))
-        self.optimizer = make_optimizer(self.model, config.optimizer)
+        self.optimizer = make_optimizer(self.model, config.optimizer, config.precision)
         length = config.segment_windows * model.window
         walker = Walker.shuffled(
             documents, config.rows, length, config.seed, self.local_rows, config.turns

@@ -4,13 +4,13 @@
   rate at 1/√t, has no momentum, factors small matrices too, and fails on FSDP2's sharded tensors.
 - Ours works on sharded tensors because the second moments keep their reduced dimensions, so that
   they broadcast, and because only sums cross the shards.
-- `Muon` is torch.optim.Muon with products in float32 on a CPU, where bfloat16 is four times slower,
-  and with one gathering per sharded matrix instead of one per product.
+- `Muon` is torch.optim.Muon with products in float32 on a CPU unless the run is in bfloat16, with
+  small matrices of one shape together, and one gathering per sharded matrix, not one per product.
 - The trainer sets the learning rate of each group: `schedule(...) * group["multiplier"]`.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -23,6 +23,8 @@ from melodi.training.parameters import MATRICES, parameter_groups
 
 FACTORED_SIZE = 128
 """Second moments are factored over the two largest dimensions if both are at least this long."""
+TOGETHER = 1 << 21
+"""Entries of matrices that Muon takes at a time: more would need memory, and gain nothing."""
 SMALLEST_SQUARE = 1e-30
 """Added to squared gradients, so that a gradient of zero gives an update of zero."""
 SMALLEST_SCALE = 1e-3
@@ -31,8 +33,9 @@ NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 """Muon's polynomial: five times applied, it brings all singular values near one."""
 
 
-def make_optimizer(model: nn.Module, config: OptimizerConfig) -> Optimizer:
-    """The optimizer of a model whose parameters are where, and sharded as, they will be trained."""
+def make_optimizer(model: nn.Module, config: OptimizerConfig, precision: str = "fp32") -> Optimizer:
+    """The optimizer of a model whose parameters are where, and sharded as, they will be trained.
+    The precision of the run is that of Muon's products on a CPU; elsewhere they are in bf16."""
     groups = parameter_groups(model, config.weight_decay)
     multipliers = {"gates": config.gate_multiplier, "mixers": config.mixer_multiplier}
     for group in groups:
@@ -45,7 +48,7 @@ def make_optimizer(model: nn.Module, config: OptimizerConfig) -> Optimizer:
     matrices = [group for group in groups if group["name"] in MATRICES]
     rest = [group for group in groups if group["name"] not in MATRICES]
     return CombinedOptimizer(
-        Muon(matrices, config.peak, config.momentum),
+        Muon(matrices, config.peak, config.momentum, half=precision == "bf16"),
         AdamW(rest, config.peak, config.betas, weight_decay=0.0, fused=True),
     )
 
@@ -165,36 +168,58 @@ class Muon(Optimizer):
         lr: float,
         momentum: float = 0.95,
         weight_decay: float = 0.0,
+        half: bool = False,
     ) -> None:
         super().__init__(params, dict(lr=lr, momentum=momentum, weight_decay=weight_decay))
+        self.half = half
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
-            lr, momentum = group["lr"], group["momentum"]
-            for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                state = self.state[parameter]
-                if not state:
-                    state["momentum_buffer"] = torch.zeros_like(parameter)
-                buffer = state["momentum_buffer"].lerp_(parameter.grad, 1 - momentum)
-                update = gather(parameter.grad.lerp(buffer, momentum))
-                update = shard_like(_orthogonalise(update).to(parameter.dtype), parameter)
-                size = 0.2 * math.sqrt(max(parameter.shape))
-                parameter.mul_(1 - lr * group["weight_decay"]).add_(update, alpha=-lr * size)
+            for parameters in together([p for p in group["params"] if p.grad is not None]):
+                moving = [gather(self._nesterov(p, group["momentum"])) for p in parameters]
+                updates = orthogonalised(torch.stack(moving), self.half)
+                for parameter, update in zip(parameters, updates, strict=True):
+                    update = shard_like(update.to(parameter.dtype), parameter)
+                    size = 0.2 * math.sqrt(max(parameter.shape))
+                    parameter.mul_(1 - group["lr"] * group["weight_decay"])
+                    parameter.add_(update, alpha=-group["lr"] * size)
+
+    def _nesterov(self, parameter: Tensor, momentum: float) -> Tensor:
+        """The gradient, moved towards its running mean."""
+        assert parameter.grad is not None
+        state = self.state[parameter]
+        if not state:
+            state["momentum_buffer"] = torch.zeros_like(parameter)
+        buffer: Tensor = state["momentum_buffer"].lerp_(parameter.grad, 1 - momentum)
+        return parameter.grad.lerp(buffer, momentum)
 
 
-def _orthogonalise(matrix: Tensor) -> Tensor:
+def together(parameters: list[Tensor]) -> Iterator[list[Tensor]]:
+    """Matrices of one shape, as many as are small together; sharded ones one by one, so that only
+    one is whole at a time."""
+    alike: dict[tuple[int, ...], list[Tensor]] = {}
+    for parameter in parameters:
+        key = (id(parameter),) if is_sharded(parameter) else tuple(parameter.shape)
+        alike.setdefault(key, []).append(parameter)
+    for same in alike.values():
+        count = max(TOGETHER // same[0].numel(), 1)
+        yield from (same[start : start + count] for start in range(0, len(same), count))
+
+
+def orthogonalised(x_nab: Tensor, half: bool) -> Tensor:
+    """Newton-Schulz: each matrix with its singular values near one."""
     a, b, c = NEWTON_SCHULZ
-    tall = matrix.size(0) > matrix.size(1)
-    x = matrix.to(torch.float32 if matrix.device.type == "cpu" else torch.bfloat16)
-    x = x.T if tall else x
-    x = x / torch.linalg.vector_norm(x).clamp(min=1e-7)
+    tall = x_nab.size(1) > x_nab.size(2)
+    x_nab = x_nab.mT if tall else x_nab
+    x_nab = x_nab / torch.linalg.matrix_norm(x_nab, keepdim=True).clamp(min=1e-7)
+    single = x_nab.device.type == "cpu" and not half
+    x_nab = x_nab.to(torch.float32 if single else torch.bfloat16)
     for _ in range(5):
-        gram = x @ x.T
-        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x.T if tall else x
+        gram_naa = x_nab @ x_nab.mT
+        factor_naa = torch.baddbmm(gram_naa, gram_naa, gram_naa, beta=b, alpha=c)
+        x_nab = torch.baddbmm(x_nab, factor_naa, x_nab, beta=a)
+    return x_nab.mT if tall else x_nab
 
 
 class CombinedOptimizer(Optimizer):
