@@ -6,7 +6,8 @@ from torch import Tensor
 from zoo import WINDOW, ZOO, make, random_tokens
 
 from melodi import LanguageModel, MemoryState, ModelConfig
-from melodi.layers.growing import GrowingAttention
+from melodi.layers.growing import GrowingAttention, attend_growing
+from melodi.layers.transformer import Pairs
 
 TOLERANCE = dict(rtol=0, atol=1e-10)
 KINDS = {"long", "long-only", "memorizing"}
@@ -34,6 +35,45 @@ def test_growing_equals_general(config: ModelConfig, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(LanguageModel, "_grows", lambda *_: False)
     for ours, expected in zip(fast, segments(model, tokens, state), strict=True):
         torch.testing.assert_close(ours, expected, **TOLERANCE)
+
+
+@pytest.mark.parametrize("zeros", [(0, 0, 0), (8, 58, 108)])
+def test_attention_in_bfloat16(zeros: tuple[int, ...]) -> None:
+    """Outputs and gradients of rows that have filled much, half and nothing: as near to float64 as
+    the rounding of scores allows."""
+    half, exact = (attended(dtype, zeros) for dtype in (torch.bfloat16, torch.float64))
+    for ours, expected in zip(half, exact, strict=True):
+        assert ours.dtype == torch.bfloat16
+        assert (ours - expected).norm() < 0.03 * expected.norm()
+
+
+def attended(dtype: torch.dtype, zeros: tuple[int, ...]) -> list[Tensor]:
+    """Attention of unit vectors times six, and its gradients."""
+    generator = torch.Generator().manual_seed(0)
+
+    def random(slots: int, length: float | None) -> Tensor:
+        x = torch.randn(3, 2, slots, 32, generator=generator)
+        x = x if length is None else length * x / x.norm(dim=-1, keepdim=True)
+        return x.bfloat16().to(dtype)
+
+    q, *fresh = inputs = [random(40, 6.0), random(8, 1.0), random(8, None)]
+    base, grad = Pairs(random(100, 1.0), random(100, None)), random(40, None)
+    for x in inputs:
+        x.requires_grad_()
+    out = attend_growing(q, base, Pairs(*fresh), (100, 50, 0), zeros)
+    return [out.detach(), *torch.autograd.grad(out, inputs, grad)]
+
+
+@pytest.mark.parametrize("config", LONG.values(), ids=LONG.keys())
+def test_growing_under_autocast(config: ModelConfig) -> None:
+    """Products are in bfloat16; what is carried keeps its own numbers, and so do gradients."""
+    model, tokens = make(config).float(), random_tokens(3, 5 * WINDOW, seed=1)
+    whole = segments(model, tokens, model.empty_state(3))
+    with torch.autocast("cpu", torch.bfloat16):
+        half = segments(model, tokens, model.empty_state(3))
+    assert all(tensor.dtype == torch.float32 for tensor in half)
+    torch.testing.assert_close(half[0], whole[0], rtol=0, atol=0.3)
+    assert (half[0] - whole[0]).abs().mean() < 0.05
 
 
 def segments(model: LanguageModel, tokens: Tensor, state: MemoryState) -> list[Tensor]:

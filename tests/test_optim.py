@@ -21,6 +21,7 @@ from melodi.layers.gate import Gate
 from melodi.layers.melodi import TokenMixer
 from melodi.layers.transformer import AttentionScale
 from melodi.sharded import gather
+from melodi.training import optimizers
 from melodi.training.optimizers import Adafactor, Muon, make_optimizer, schedule
 from melodi.training.parameters import flatten_state, parameter_groups, restore_state
 
@@ -170,6 +171,29 @@ def test_muon_equals_torch(shape: tuple[int, int]) -> None:
         for optimizer in optimizers:
             optimizer.step()
     assert (ours - theirs).norm() < 0.02 * (theirs - before).norm()
+
+
+@pytest.mark.parametrize("half", [False, True])
+def test_muon_takes_small_matrices_together(half: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each moves as it would alone: the same, up to the rounding of its products."""
+    shapes = [(8, 24), (24, 8), (8, 24), (16, 16), (8, 24)]
+
+    def moved(most: int) -> list[Tensor]:
+        monkeypatch.setattr(optimizers, "TOGETHER", most)
+        generator = torch.Generator().manual_seed(0)
+        weights = [nn.Parameter(torch.randn(s, generator=generator)) for s in shapes]
+        optimizer = Muon(weights, lr=0.1, half=half)
+        for _ in range(3):
+            for weight in weights:
+                weight.grad = torch.randn(weight.shape, generator=generator)
+            optimizer.step()
+        return [weight.detach() for weight in weights]
+
+    alone, some, all_ = moved(1), moved(2 * 8 * 24), moved(1 << 20)
+    tolerance = dict(rtol=0, atol=0.02 if half else 1e-5)
+    for one, *others in zip(alone, some, all_, strict=True):
+        for other in others:
+            torch.testing.assert_close(other, one, **tolerance)
 
 
 def test_schedule() -> None:
