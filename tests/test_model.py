@@ -43,7 +43,7 @@ def test_loss_is_the_cross_entropy_of_the_logits(
     logits, _ = model(tokens, model.empty_state(2))
     expected = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
     grads = torch.autograd.grad(expected, list(model.parameters()), allow_unused=True)
-    monkeypatch.setattr(nats, "CHUNK_LOGITS", 7 * VOCAB)
+    monkeypatch.setattr(nats, "CHUNK_ROWS", (7, 7))
     loss, state = model.loss(tokens, targets, model.empty_state(2))
     loss.backward()
     extra_loss = model.nats(tokens, targets, model.empty_state(2)).extra_loss
@@ -58,7 +58,7 @@ def test_loss_holds_few_logits(monkeypatch: pytest.MonkeyPatch) -> None:
     """No more logits exist at the same time than a chunk's, and each is computed once."""
     model, sizes = make(KINDS["melodi"]), []
     logits = nats.logits_of
-    monkeypatch.setattr(nats, "CHUNK_LOGITS", 5 * VOCAB)
+    monkeypatch.setattr(nats, "CHUNK_ROWS", (5, 5))
     monkeypatch.setattr(nats, "logits_of", lambda x, *_: sizes.append(len(x)) or logits(x, *_))
     tokens = random_tokens(2, 2 * WINDOW)
     model.loss(tokens, tokens, model.empty_state(2))[0].backward()

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from melodi.precision import product_dtype
 
-CHUNK_LOGITS = 1 << 22
-"""Logits that exist at the same time: more than 32 MB would be mapped afresh at each use."""
-CHUNK_ROWS = 512
-"""Predictions of a chunk at most: with more the logits of small vocabularies leave the cache."""
+CHUNK_LOGITS = 1 << 20
+"""Logits that exist at the same time: more leave the cache, and their memory is mapped afresh."""
+CHUNK_ROWS = (128, 512)
+"""Predictions of a chunk, at least and at most: fewer would read a large table too often."""
 
 
 def linear_nats(x_nD: Tensor, weight_VD: Tensor, targets_n: Tensor, scale: float) -> Tensor:
@@ -86,5 +86,6 @@ def logits_of(x_nD: Tensor, weight_VD: Tensor, scale: float) -> Tensor:
 
 
 def chunks(x_nD: Tensor, targets_n: Tensor, vocab_size: int) -> "zip[tuple[Tensor, Tensor]]":
-    size = min(max(CHUNK_LOGITS // vocab_size, 1), CHUNK_ROWS)
+    fewest, most = CHUNK_ROWS
+    size = min(max(CHUNK_LOGITS // vocab_size, fewest), most)
     return zip(x_nD.split(size), targets_n.split(size), strict=True)
