@@ -16,6 +16,9 @@ class Dialect:
     mixer_start: Literal["random", "tokens"]
     """random: of the size that keeps the variance. tokens: M_right hands on the last tokens of the
     window, M_long tokens at equal distances, M_up the summary, until training finds better."""
+    block_start: Literal["random", "small"]
+    """What attention and feed-forward add to the stream before training: something of the size of
+    their inputs, or a tenth of it."""
     gate: Literal["head", "channel"]
     """head: σ(g) per head, on long-term. channel: σ(g) per head and channel, on self-attention."""
     long_term_store: Literal["pairs", "tokens"]
@@ -40,6 +43,7 @@ DIALECTS = {
     "paper": Dialect(
         mixer="matrix",
         mixer_start="random",
+        block_start="random",
         gate="head",
         long_term_store="pairs",
         empty_memory="masked",
@@ -53,6 +57,7 @@ DIALECTS = {
     "meliad": Dialect(
         mixer="residual",
         mixer_start="random",
+        block_start="random",
         gate="channel",
         long_term_store="tokens",
         empty_memory="zeros",
@@ -67,6 +72,7 @@ DIALECTS = {
 DIALECTS["default"] = replace(
     DIALECTS["paper"],
     mixer_start="tokens",
+    block_start="small",
     attention="normalised-root",
     embedding="root",
 )

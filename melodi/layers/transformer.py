@@ -22,6 +22,8 @@ from melodi.config import ModelConfig
 EPSILON = 1e-6
 NUM_BUCKETS = 32
 MAX_DISTANCE = 128
+SMALL = 0.1
+"""What a block adds to the stream at first, where it is to be little."""
 
 
 class Pairs(NamedTuple):
@@ -96,6 +98,10 @@ class Block(nn.Module):
         self.output = Linear(sources * inner, config.width)
         self.ffn_norm = RMSNorm(config.width)
         self.ffn = FeedForward(config, bias=answers.ffn_bias and config.family == "melodi")
+        if answers.block_start == "small":
+            with torch.no_grad():
+                self.output.weight.mul_(SMALL)
+                self.ffn.output.weight.mul_(SMALL)
 
     def forward(self, x_BtD: Tensor, z: Pairs, sight: Sight) -> Tensor:
         """T(x | z), Eq. 1: the tokens x attend to what precedes them, z, and to each other."""
