@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from melodi.paper import numbers
 from melodi.paper.recipe import Claim, Recipe, Row, ordered
-from melodi.paper.shapes import Shape, System
+from melodi.paper.shapes import WINDOW, Shape, System
 
 MODELS = {
     "Transformer-XL": Shape("transformer-xl"),
@@ -169,12 +169,17 @@ def systems() -> Recipe:
         "no-memory": "no memory",
     }
     rows = [Row(name, Shape(system), {}, name) for system, name in names.items()]
+    whole = Row("Melodi S512", Shape(short=WINDOW, long=0), {}, "Melodi S512")
     return Recipe(
         name="systems",
         title="All memory systems at equal parameters and tokens",
-        rows=tuple(rows),
+        rows=(*rows, whole),
         reference=DEFAULT,
         ablation=False,
         equal=True,
-        remarks=("Beyond the paper: there are no numbers and no claims of it to compare with.",),
+        remarks=(
+            "Beyond the paper: there are no numbers and no claims of it to compare with.",
+            "Melodi S512 compresses nothing: it hands on as many tokens as a window has, in half of "
+            "the floats of Transformer-XL, and has no long-term memory.",
+        ),
     )
