@@ -179,7 +179,7 @@ def systems() -> Recipe:
         equal=True,
         remarks=(
             "Beyond the paper: there are no numbers and no claims of it to compare with.",
-            "Melodi S512 compresses nothing: it hands on as many tokens as a window has, in half of "
-            "the floats of Transformer-XL, and has no long-term memory.",
+            "Melodi S512 compresses nothing: it hands on as many tokens as a window has, in half "
+            "of Transformer-XL's floats, and has no long-term memory.",
         ),
     )
