@@ -60,9 +60,26 @@ def draw(axes: Any, label: str, points: list[tuple[float, float, float, float]])
 
 def finish(axes: Any, what: str, title: str) -> None:
     axes.set(xlabel="tokens of the document", ylabel=what, title=title)
+    if not axes.get_legend_handles_labels()[0]:
+        axes.text(0.5, 0.5, "not measured in this run", ha="center", transform=axes.transAxes)
+        axes.set(xticks=[], yticks=[])
+        return
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
-    if axes.get_legend_handles_labels()[0]:
-        axes.legend()
-    else:
-        axes.text(0.5, 0.5, "not measured in this run", ha="center", transform=axes.transAxes)
+    # Powers of two, and 1, 2 and 5 in every decade, in plain numbers.
+    for axis, ticks in ((axes.xaxis, LogLocator(2)), (axes.yaxis, LogLocator(10, (1, 2, 5)))):
+        axis.set(major_locator=ticks, minor_formatter=NullFormatter())
+        axis.set_major_formatter(FuncFormatter(lambda number, _: plain(number)))
+    low, high = axes.get_ylim()
+    axes.set_ylim(low / 1.3, high * 1.3)
+    axes.legend()
+
+
+def plain(number: float) -> str:
+    """512, 4k, 1M."""
+    for size, unit in ((1 << 20, "M"), (1 << 10, "k")):
+        if number >= size and number % size == 0:
+            return f"{number / size:.0f}{unit}"
+    return f"{number:,.0f}" if number >= 1 else f"{number:g}"
