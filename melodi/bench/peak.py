@@ -23,6 +23,10 @@ from melodi.config import ModelConfig
 from melodi.model import LanguageModel
 from melodi.precision import autocast
 
+GIVING_BACK = {"MALLOC_MMAP_THRESHOLD_": str(1 << 17)}
+"""glibc gives what is freed back to the system: otherwise the holes in its heap, which differ from
+run to run and grow for a while, count as memory of the model."""
+
 
 def peak_of(name: str, work: str, length: int, size: Size, timeout: float) -> float:
     """Megabytes that this work adds, `length` tokens in each row. Work is "train", or "read", for
@@ -42,7 +46,7 @@ def peak_of(name: str, work: str, length: int, size: Size, timeout: float) -> fl
         capture_output=True,
         text=True,
         timeout=timeout,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        env={**GIVING_BACK, **os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
     )
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["no words"])[-1]
