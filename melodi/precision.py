@@ -68,9 +68,11 @@ def autocast(precision: str, device: torch.device) -> AbstractContextManager[Any
 
 
 def product_dtype(x: torch.Tensor) -> torch.dtype:
-    """In which numbers torch multiplies it here, by itself."""
+    """In which numbers torch multiplies it here, by itself: autocast leaves float64 alone."""
     device = x.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+    if x.is_meta or x.dtype == torch.float64 or not torch.is_autocast_enabled(device):
+        return x.dtype
+    return torch.get_autocast_dtype(device)
 
 
 def use_tensor_cores(device: torch.device) -> None:

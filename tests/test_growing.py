@@ -65,15 +65,27 @@ def attended(dtype: torch.dtype, zeros: tuple[int, ...]) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("config", LONG.values(), ids=LONG.keys())
-def test_growing_under_autocast(config: ModelConfig) -> None:
-    """Products are in bfloat16; what is carried keeps its own numbers, and so do gradients."""
+def test_growing_under_autocast(config: ModelConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Queues that hold something grow here too; what is carried keeps its own numbers, and so do
+    gradients. Both are near those of float32: single gradients of so small a model may be far."""
     model, tokens = make(config).float(), random_tokens(3, 5 * WINDOW, seed=1)
-    whole = segments(model, tokens, model.empty_state(3))
+    with torch.no_grad():
+        _, state = model(random_tokens(3, 2 * WINDOW), model.empty_state(3))
+    used: list[torch.dtype] = []
+    apply = GrowingAttention.apply
+    monkeypatch.setattr(
+        GrowingAttention, "apply", lambda q, *a: (used.append(q.dtype), apply(q, *a))[1]
+    )
+    whole = segments(model, tokens, state)
     with torch.autocast("cpu", torch.bfloat16):
-        half = segments(model, tokens, model.empty_state(3))
+        half = segments(model, tokens, state)
+    assert {*used} in ({torch.float32, torch.bfloat16}, set())
+    assert used or config.answers.long_term_store == "tokens" or config.top_k is not None
     assert all(tensor.dtype == torch.float32 for tensor in half)
-    torch.testing.assert_close(half[0], whole[0], rtol=0, atol=0.3)
     assert (half[0] - whole[0]).abs().mean() < 0.05
+    if config.top_k is None:  # rounding may choose other slots
+        far = [float((a - b).norm() / (b.norm() + 1)) for a, b in zip(half, whole, strict=True)]
+        assert sorted(far)[len(far) // 2] < 0.1
 
 
 def segments(model: LanguageModel, tokens: Tensor, state: MemoryState) -> list[Tensor]:

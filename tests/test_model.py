@@ -54,6 +54,16 @@ def test_loss_is_the_cross_entropy_of_the_logits(
             torch.testing.assert_close(parameter.grad, grad)
 
 
+@pytest.mark.parametrize(
+    ("vocab_size", "rows"), [(256, 512), (2048, 512), (4096, 256), (32_000, 128), (256_000, 16)]
+)
+def test_chunks_of_logits(vocab_size: int, rows: int) -> None:
+    """About a million logits at a time, and never more than four."""
+    sizes = [len(x) for x, _ in nats.chunks(torch.zeros(1000, 2), torch.zeros(1000), vocab_size)]
+    assert sizes[0] == rows
+    assert sum(sizes) == 1000
+
+
 def test_loss_holds_few_logits(monkeypatch: pytest.MonkeyPatch) -> None:
     """No more logits exist at the same time than a chunk's, and each is computed once."""
     model, sizes = make(KINDS["melodi"]), []

@@ -62,6 +62,16 @@ def test_the_measurement_is_of_products(monkeypatch: pytest.MonkeyPatch) -> None
     assert tried == {(t, w, f) for t in types for w, f in ((256, 1024), (64, 128))}
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("enabled", [True, False])
+def test_what_products_are_in(dtype: torch.dtype, enabled: bool) -> None:
+    """`product_dtype` says what torch does."""
+    x = torch.ones(2, 2, dtype=dtype)
+    with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+        assert precision.product_dtype(x) == (x @ x).dtype
+        assert precision.product_dtype(x.to("meta")) == dtype
+
+
 @pytest.mark.parametrize("found", ["fp32", "bf16"])
 def test_a_run_keeps_what_was_found(
     found: str, store: TokenStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -46,7 +46,7 @@ def peak_of(name: str, work: str, length: int, size: Size, timeout: float) -> fl
         capture_output=True,
         text=True,
         timeout=timeout,
-        env={**GIVING_BACK, **os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        env={**os.environ, **GIVING_BACK, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
     )
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["no words"])[-1]

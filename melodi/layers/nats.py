@@ -15,9 +15,12 @@ from torch import Tensor
 from melodi.precision import product_dtype
 
 CHUNK_LOGITS = 1 << 20
-"""Logits that exist at the same time: more leave the cache, and their memory is mapped afresh."""
+"""Logits that should exist at the same time: more leave the cache, and are mapped afresh."""
+MOST_LOGITS = 1 << 22
+"""And that exist at most."""
 CHUNK_ROWS = (128, 512)
-"""Predictions of a chunk, at least and at most: fewer would read a large table too often."""
+"""Predictions of a chunk, if they may be chosen: fewer would read a large table too often, and more
+gain nothing."""
 
 
 def linear_nats(x_nD: Tensor, weight_VD: Tensor, targets_n: Tensor, scale: float) -> Tensor:
@@ -87,5 +90,5 @@ def logits_of(x_nD: Tensor, weight_VD: Tensor, scale: float) -> Tensor:
 
 def chunks(x_nD: Tensor, targets_n: Tensor, vocab_size: int) -> "zip[tuple[Tensor, Tensor]]":
     fewest, most = CHUNK_ROWS
-    size = min(max(CHUNK_LOGITS // vocab_size, fewest), most)
+    size = min(max(CHUNK_LOGITS // vocab_size, fewest), most, max(MOST_LOGITS // vocab_size, 1))
     return zip(x_nD.split(size), targets_n.split(size), strict=True)
