@@ -80,7 +80,7 @@ def with_branching(gain: float) -> Effect:
 def test_an_ordering_is_decided_by_its_interval(tmp_path: Path, gain: float, mark: str) -> None:
     """✓ and ✗ where the paired difference is clear, undecided where it is not: although the
     documents differ ten times more than the rows."""
-    folder = make_recipe(tmp_path, "branching", with_branching(gain))
+    folder = make_recipe(tmp_path, "branching", with_branching(gain), seeds=2)
     verdicts = judge_all(gather(folder))
     assert [verdict.mark for verdict in verdicts] == [mark, mark]
     for verdict in verdicts:
@@ -108,10 +108,19 @@ def test_seeds_are_pooled(tmp_path: Path) -> None:
     assert verdicts[0].difference.sign == -1
 
 
+@pytest.mark.parametrize(("gain", "mark"), [(0.1, "undecided"), (0.2, "✓"), (-0.2, "✗")])
+def test_one_seed_decides_only_what_is_large(tmp_path: Path, gain: float, mark: str) -> None:
+    """Documents that agree say nothing of how another run of a row would differ."""
+    verdicts = judge_all(gather(make_recipe(tmp_path, "branching", with_branching(gain))))
+    assert [verdict.mark for verdict in verdicts] == [mark, mark]
+    assert ("one seed" in verdicts[0].why) == (mark == "undecided")
+
+
 def test_equal_rows_are_equal_within_bounds(tmp_path: Path) -> None:
     """“As good as” is ✓ if the whole interval is within the bounds, ✗ only if none of it is."""
     gains = {"layer 5": 0.0, "layer 6": 0.1, "layer 7": 0.0099, "layer 9": -0.1}
-    folder = make_recipe(tmp_path, "long-term-position", lambda label, _: gains.get(label, 0.0))
+    effect = lambda label, _: gains.get(label, 0.0)  # noqa: E731
+    folder = make_recipe(tmp_path, "long-term-position", effect, seeds=2)
     found = {v.claim.better[0]: v.mark for v in judge_all(gather(folder))}
     assert found == {
         "layer 5": "✓",
@@ -134,7 +143,7 @@ def test_gains_are_compared(tmp_path: Path) -> None:
 
     level = "32 to 128 windows gain less than 8 to 32"
     for effect, expected in ((levelling, "✓"), (going_on, "✗")):
-        folder = make_recipe(tmp_path / expected, "coverage", effect)
+        folder = make_recipe(tmp_path / expected, "coverage", effect, seeds=2)
         found = {v.claim.words: v.mark for v in judge_all(gather(folder))}
         assert found[level] == expected
         assert found["32 windows better than 16 windows"] == "✓"
@@ -241,13 +250,13 @@ def test_the_page_needs_no_other_file(tmp_path: Path, capsys: pytest.CaptureFixt
 def test_a_report_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tables need no plots."""
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    folder = make_recipe(tmp_path, "branching", with_branching(0.1))
+    folder = make_recipe(tmp_path, "branching", with_branching(0.3))
     html, markdown = write_report(folder)
     assert "<img" not in html.read_text()
     assert "Of 2 claims 2 hold." in markdown.read_text()
 
 
 def test_damaged_recipes_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = make_recipe(tmp_path, "branching", with_branching(0.1))
+    folder = make_recipe(tmp_path, "branching", with_branching(0.3))
     (folder / "recipe.json").write_text('{"recipe": "branching"}')
     assert "recipe.json is damaged" in refused(capsys, f"report '{folder}'")

@@ -16,7 +16,7 @@ from melodi.paper.pages import Block, Heading, Paragraph, Picture, Table, to_htm
 from melodi.paper.recipe import EQUAL
 from melodi.paper.results import Result, Results, RowResult, gather
 from melodi.paper.scales import parameters
-from melodi.paper.verdicts import Verdict, judge_all
+from melodi.paper.verdicts import BETWEEN_RUNS, Verdict, judge_all
 from melodi.training.reporting import duration
 
 NOTHING = "–"
@@ -165,6 +165,7 @@ def claims_notes() -> str:
         "✓ and ✗: the 95 % interval of the paired difference over documents, pooled over seeds, is "
         "on one side of zero, and no seed says the opposite. It tells what other documents would "
         "say of these runs; what other seeds would say is known only as far as there are several. "
+        f"With one seed, a difference must be beyond {BETWEEN_RUNS} nats. "
         f"“As good as” is ✓ within {EQUAL} nats, about {EQUAL:.0%} of perplexity."
     )
 
