@@ -116,6 +116,23 @@ def test_one_seed_decides_only_what_is_large(tmp_path: Path, gain: float, mark: 
     assert ("one seed" in verdicts[0].why) == (mark == "undecided")
 
 
+def test_only_seeds_that_both_rows_have_are_compared(tmp_path: Path) -> None:
+    """A seed that only one row has, and whose documents were harder, changes no difference."""
+
+    def harder(label: str, seed: int) -> float | None:
+        if "no branching" in label:
+            return 0.3 if seed == 1 else None
+        return 0.0 if seed == 1 else 5.0
+
+    results = gather(make_recipe(tmp_path, "branching", harder, seeds=2))
+    for verdict in judge_all(results):
+        assert verdict.difference is not None
+        assert verdict.difference.value == pytest.approx(-0.3, abs=0.02)
+        assert (verdict.mark, verdict.seeds) == ("✓", 1)
+    with_it, without = results["ST+LT, branching"], results["ST+LT, no branching"]
+    assert results.difference(with_it, without).value == pytest.approx(-0.3, abs=0.02)
+
+
 def test_equal_rows_are_equal_within_bounds(tmp_path: Path) -> None:
     """“As good as” is ✓ if the whole interval is within the bounds, ✗ only if none of it is."""
     gains = {"layer 5": 0.0, "layer 6": 0.1, "layer 7": 0.0099, "layer 9": -0.1}

@@ -88,7 +88,11 @@ class RowResult:
     @cached_property
     def nats(self) -> Floats:
         """Of each document, the mean over seeds."""
-        return np.mean([run.nats for run in self.evaluated], axis=0)
+        return self.nats_of(set(self.seeds))
+
+    def nats_of(self, seeds: set[int]) -> Floats:
+        """The same over some of them."""
+        return np.mean([run.nats for seed, run in self.seeds.items() if seed in seeds], axis=0)
 
     @cached_property
     def perplexity(self) -> Interval:
@@ -121,11 +125,19 @@ class Results:
     def difference(self, a: RowResult, b: RowResult) -> Interval:
         """Nats per token of a less those of b, document by document: below zero, a is better."""
         check_same([a, b])
-        return paired(a.nats, b.nats, counts(a.documents))
+        seeds = common_seeds([a, b])
+        return paired(a.nats_of(seeds), b.nats_of(seeds), counts(a.documents))
 
 
 def counts(documents: tuple[tuple[int, int], ...]) -> list[int]:
     return [predictions for _, predictions in documents]
+
+
+def common_seeds(rows: list[RowResult]) -> set[int]:
+    """Those that all rows have: a seed reads its own documents, some of which are harder. All of
+    each row's where there is none."""
+    common = set.intersection(*[set(row.seeds) for row in rows])
+    return common or set().union(*[row.seeds for row in rows])
 
 
 def check_same(rows: list[RowResult]) -> None:

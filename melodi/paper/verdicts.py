@@ -15,7 +15,15 @@ import numpy as np
 
 from melodi.evaluation.intervals import Interval, paired
 from melodi.paper.recipe import EQUAL, Claim
-from melodi.paper.results import Floats, Result, Results, RowResult, check_same, counts
+from melodi.paper.results import (
+    Floats,
+    Result,
+    Results,
+    RowResult,
+    check_same,
+    common_seeds,
+    counts,
+)
 
 Mark = Literal["✓", "✗", "undecided", "not run"]
 
@@ -49,7 +57,8 @@ def judge(claim: Claim, results: Results) -> Verdict:
         return Verdict(claim, "not run", why=f"not run: {', '.join(dict.fromkeys(missing))}")
     check_same(rows)
     predictions = counts(rows[0].documents)
-    pool = paired(total(better), total(worse), predictions)
+    seeds = common_seeds(rows)
+    pool = paired(total(better, seeds), total(worse, seeds), predictions)
     by_seed = seed_differences(better, worse, predictions)
     if len(by_seed) < 2 and not beyond(pool, BETWEEN_RUNS):
         why = "one seed: two runs of a row can differ by as much"
@@ -64,8 +73,8 @@ def judge(claim: Claim, results: Results) -> Verdict:
     return Verdict(claim, mark, pool, seeds=len(by_seed))
 
 
-def total(rows: list[RowResult]) -> Floats:
-    return np.sum([row.nats for row in rows], axis=0)
+def total(rows: list[RowResult], seeds: set[int]) -> Floats:
+    return np.sum([row.nats_of(seeds) for row in rows], axis=0)
 
 
 def seed_differences(
