@@ -91,8 +91,9 @@ class RowResult:
         return self.nats_of(set(self.seeds))
 
     def nats_of(self, seeds: set[int]) -> Floats:
-        """The same over some of them."""
-        return np.mean([run.nats for seed, run in self.seeds.items() if seed in seeds], axis=0)
+        """The same over these of them; over all where these are none."""
+        chosen = [run.nats for seed, run in self.seeds.items() if seed in seeds]
+        return np.mean(chosen or [run.nats for run in self.evaluated], axis=0)
 
     @cached_property
     def perplexity(self) -> Interval:
@@ -134,10 +135,8 @@ def counts(documents: tuple[tuple[int, int], ...]) -> list[int]:
 
 
 def common_seeds(rows: list[RowResult]) -> set[int]:
-    """Those that all rows have: a seed reads its own documents, some of which are harder. All of
-    each row's where there is none."""
-    common = set.intersection(*[set(row.seeds) for row in rows])
-    return common or set().union(*[row.seeds for row in rows])
+    """Those that all rows have: a seed reads its own documents, some of which are harder."""
+    return set.intersection(*[set(row.seeds) for row in rows])
 
 
 def check_same(rows: list[RowResult]) -> None:

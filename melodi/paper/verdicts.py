@@ -81,7 +81,7 @@ def seed_differences(
     better: list[RowResult], worse: list[RowResult], predictions: list[int]
 ) -> dict[int, float]:
     """Nats per token of each seed that all rows have."""
-    common = set.intersection(*[set(row.seeds) for row in [*better, *worse]])
+    common = common_seeds([*better, *worse])
 
     def nats(rows: list[RowResult], seed: int) -> float:
         chosen: list[Result] = [row.seeds[seed] for row in rows]
