@@ -99,9 +99,11 @@ class GrowingAttention(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_BHtE: Tensor) -> tuple[Tensor | None, ...]:
         q_BHtE, base_keys, base_values, *fresh, out_BHtE, total_BHt1 = ctx.saved_tensors
-        grad_BHtE = grad_BHtE.contiguous()
+        # Products take a rounded total, which puts all weights of a query off by one factor. Every
+        # use of a weight is a product with this gradient, so that the factor is mended here.
+        exact_BHt1, total_BHt1 = total_BHt1, total_BHt1.to(q_BHtE.dtype)
+        grad_BHtE = (grad_BHtE * (total_BHt1 - exact_BHt1).exp()).to(q_BHtE.dtype).contiguous()
         delta_BHt1 = (grad_BHtE * out_BHtE).sum(-1, keepdim=True)
-        total_BHt1 = total_BHt1.to(q_BHtE.dtype)
         grads_q, grads_fresh = [], []
         for b, slots in enumerate(ctx.old):
             q, grad = q_BHtE[b].contiguous(), grad_BHtE[b]
