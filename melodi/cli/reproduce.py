@@ -161,7 +161,7 @@ def show_plan(options: ReproduceArgs, settings: "Settings", store: "TokenStore |
     for one in planned if store else ():
         check(one, settings)
     measured = measured_speed(planned)
-    speed = measured or calibrate(device_of(options.device))
+    speed = measured or calibrate(device_of(options.device), settings.scale.precision)
     costs = estimates(planned, settings, store, speed)
     if options.json:
         print(json_text([cost.to_dict() for cost in costs], indent=2))

@@ -20,6 +20,7 @@ from melodi.model import LanguageModel
 from melodi.paper.plan import Planned, Settings, State, state_of, step_of
 from melodi.paper.scales import LAPTOP, parameters
 from melodi.paper.shapes import Shape
+from melodi.precision import autocast
 from melodi.run import Run
 
 PASSES = 2
@@ -114,7 +115,7 @@ def training_time(run: Run) -> tuple[int, float]:
     return sum(record["tokens"] for record in records), seconds
 
 
-def calibrate(device: torch.device) -> float:
+def calibrate(device: torch.device, precision: str) -> float:
     """Operations per second of a few steps of a laptop-size Melodi; it takes a second or two."""
     config = LAPTOP.config(Shape())
     model = LanguageModel(config).to(device)
@@ -122,7 +123,8 @@ def calibrate(device: torch.device) -> float:
     seconds = []
     for _ in range(3):
         started = time.perf_counter()
-        loss, _ = model.loss(tokens, tokens.roll(-1, 1), model.empty_state(ROWS))
+        with autocast(precision, device):
+            loss, _ = model.loss(tokens, tokens.roll(-1, 1), model.empty_state(ROWS))
         loss.backward()
         loss.item()  # waits for the device
         seconds.append(time.perf_counter() - started)
