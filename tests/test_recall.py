@@ -185,26 +185,56 @@ def test_without_memory_nothing_is_forgotten_or_remembered() -> None:
         assert point["remembered"]["value"] == pytest.approx(0, abs=1e-4)
 
 
+def test_knowing_the_document_is_not_remembering() -> None:
+    """Windows of one document are alike, and unlike those of others: a cache of one window, which
+    sees that, has not therefore remembered what it read eight windows ago."""
+    model = small("transformer-xl")
+    with torch.no_grad():  # attention to all tokens alike: what was seen most is predicted
+        for layer in model.stack:
+            layer.block.query.weight.zero_()
+            layer.block.ffn.output.weight.zero_()
+            torch.nn.init.eye_(layer.block.value.weight)
+            torch.nn.init.eye_(layer.block.output.weight)
+    own = [np.random.default_rng(i).integers(5 * i, 5 * i + 5, 1700) for i in range(4)]
+    near, far = forgetting(model, Documents.in_memory(own), (1, 8), rows=4, probes=60)
+    low, high = (far["remembered"][end] for end in ("low", "high"))
+    assert low < 0 < high
+    assert abs(far["remembered"]["value"]) < 0.1
+    assert near["tokens"] == far["tokens"]
+
+
 def test_meetings_leave_the_reading_alone() -> None:
     """The first meeting costs what plain reading costs, and the second what it costs to read on
-    with the old window; all documents are in all figures."""
+    with the old window; the strange place costs what the window after next costs too soon; all
+    documents are in all figures."""
     model, texts = small("melodi"), documents(3, 60)
     (point,) = forgetting(model, texts, (2,), rows=3, probes=1)
     window, tokens = model.config.window, torch.tensor(np.stack([texts[i][:60] for i in (2, 1, 0)]))
-    place = 6 // 2  # half of what is read for one probe at a distance of 2
-    old = slice((place - 2) * window, (place - 1) * window + 1)
+    place = 2  # the earliest from which two windows can be looked back
     with torch.inference_mode():
         plain = model.nats(tokens[:, :-1], tokens[:, 1:], model.empty_state(3)).nats_BT
         _, state = model(tokens[:, : place * window], model.empty_state(3))
-        again = model.nats(tokens[:, old][:, :-1], tokens[:, old][:, 1:], state).nats_BT
-    first = plain[:, old.start : old.stop - 1]
-    assert point["first"] == pytest.approx(first[:, 1:].mean().item(), rel=1e-4)
-    assert point["again"] == pytest.approx(again[:, 1:].mean().item(), rel=1e-4)
+
+        def costs(other: int) -> tuple[float, float]:
+            """Of a window: where it belongs, and here."""
+            span = slice(other * window, (other + 1) * window)
+            shown = tokens[:, span.start : span.stop + 1]
+            here = model.nats(shown[:, :-1], shown[:, 1:], state).nats_BT
+            return plain[:, span][:, 1:].mean().item(), here[:, 1:].mean().item()
+
+        (first, again), (later, ahead) = costs(place - 2), costs(place + 2)
+    assert point["first"] == pytest.approx(first, rel=1e-4)
+    assert point["again"] == pytest.approx(again, rel=1e-4)
+    assert point["strange"] == pytest.approx(first + ahead - later, rel=1e-4)
+    saved = first - again + ahead - later
+    assert point["remembered"]["value"] == pytest.approx(saved, abs=1e-4)
     assert point["tokens"] == 3 * (window - 1)
     assert point["documents"] == 3
     assert point["remembered"]["low"] < point["remembered"]["high"]
     with pytest.raises(ValueError, match="no two documents have 13 tokens"):
         forgetting(model, documents(1, 60))
+    with pytest.raises(ValueError, match="the documents have 2 windows of 6 tokens"):
+        forgetting(model, documents(2, 14))
 
 
 def test_passkeys_in_text() -> None:

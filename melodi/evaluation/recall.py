@@ -3,8 +3,9 @@
 - `accuracy`: a model that was trained on a task of tasks.py, on new documents of it.
 - `forgetting`: of any run, on any documents. While a document is read, a window that was read k
   windows ago is shown again, from a copy of the memory, so that the reading goes on undisturbed.
-  What it costs now is set against what it cost when it was met first; and so is a window of another
-  document, met here for the first time, which tells what the strange place costs.
+  What it costs now is set against what it cost when it was met first; and so is the window that
+  comes k windows later, which has never been met, and tells what the strange place costs. Both are
+  of the same document, so that knowing its words and manner does not pass for remembering.
 - `passkey_in_text`: of any run. A sentence with a number is put into the first window of a
   document; k windows later the sentence begins again. Of ten numbers, the true one should be the
   one that has become likelier by most, compared with the document when it holds another number.
@@ -70,7 +71,7 @@ class Meetings:
     first: dict[int, NDArray[np.float64]] = field(default_factory=dict)
     again: dict[int, NDArray[np.float64]] = field(default_factory=dict)
     strange: dict[int, NDArray[np.float64]] = field(default_factory=dict)
-    """What the windows of other documents cost here, less what they cost where they belong."""
+    """What windows that are still to come cost here, less what they cost where they belong."""
     tokens: dict[int, NDArray[np.float64]] = field(default_factory=dict)
 
     def add(self, distance: int, first: Tensor, again: Tensor, strange: Tensor) -> None:
@@ -80,7 +81,7 @@ class Meetings:
 
     def curve(self) -> list[dict[str, Any]]:
         """Nats per token by distance; "remembered" is what the second meeting saves against a
-        window that was never met, at the same place, with its interval over documents."""
+        window that has never been met, at the same place, with its interval over documents."""
         found = []
         for k, tokens in sorted(self.tokens.items()):
             first, again, strange = self.first[k], self.again[k], self.strange[k]
@@ -108,27 +109,34 @@ def forgetting(
 ) -> list[dict[str, Any]]:
     """The forgetting curve on the longest documents, from `probes` places of each."""
     window = model.config.window
-    tokens_RT = longest(documents, rows, window, max(distances) + 4 * probes)
-    rows, last = len(tokens_RT), (tokens_RT.size(1) - 1) // window
-    places = sorted({int(place) for place in np.linspace(last // 2, last, probes).round()} - {0})
-    meetings = Meetings(rows)
-    firsts: list[Tensor] = []
+    tokens_RT = longest(documents, rows, window, 2 * max(distances) + 4 * probes)
+    rows, count = len(tokens_RT), (tokens_RT.size(1) - 1) // window
+    reach = min(max(distances), (count - 1) // 2)
+    if not reach:
+        raise ValueError(
+            f"the documents have {count} windows of {window} tokens: one before, one after and one "
+            "between them are needed; give longer ones"
+        )
+    places = {int(place) for place in np.linspace(reach, count - 1 - reach, probes).round()}
     tokens_RT = tokens_RT.to(model.embedding.weight.device)
+    windows = [tokens_RT[:, i * window : (i + 1) * window + 1] for i in range(count)]
+    firsts: list[Tensor] = []
+    shown: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
     with evaluating(model):
         state = model.empty_state(rows)
-        for place in range(last + 1):
+        for place, here in enumerate(windows):
             for k in distances if place in places else ():
-                if k <= place:
-                    met = slice((place - k) * window, (place - k + 1) * window + 1)
-                    first = firsts[place - k]
-                    again = nats_of(model, tokens_RT[:, met], state)
-                    other = nats_of(model, tokens_RT[:, met].roll(1, 0), state)
-                    meetings.add(k, first[:, 1:], again[:, 1:], (other - first.roll(1, 0))[:, 1:])
-            here = tokens_RT[:, place * window : (place + 1) * window + 1]
-            if here.size(1) == window + 1 and place < last:
-                scored = model.nats(here[:, :-1], here[:, 1:], state)
-                firsts.append(scored.nats_BT)
-                state = scored.state
+                if k <= place < count - k:
+                    both = (windows[place - k], windows[place + k])
+                    again, ahead = (nats_of(model, one, state) for one in both)
+                    shown[place, k] = again, ahead
+            scored = model.nats(here[:, :-1], here[:, 1:], state)
+            firsts.append(scored.nats_BT)
+            state = scored.state
+    meetings = Meetings(rows)
+    for (place, k), (again, ahead) in shown.items():
+        strange = ahead - firsts[place + k]
+        meetings.add(k, firsts[place - k][:, 1:], again[:, 1:], strange[:, 1:])
     return meetings.curve()
 
 
