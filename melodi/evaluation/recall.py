@@ -105,7 +105,7 @@ def forgetting(
     documents: Documents,
     distances: Sequence[int] = (1, 2, 4, 8, 16, 32),
     rows: int = 8,
-    probes: int = 4,
+    probes: int = 16,
 ) -> list[dict[str, Any]]:
     """The forgetting curve on the longest documents, from `probes` places of each."""
     window = model.config.window
