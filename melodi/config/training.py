@@ -133,6 +133,7 @@ def recipe(preset: str) -> TrainConfig:
     return TrainConfig(
         optimizer=OptimizerConfig("muon", peak=0.02, floor=0.002, warmup=20, mixer_multiplier=0.04),
         steps=800,
+        turns=8,
         segment_windows=2,
         validate_every=200,
         save_every=100,
