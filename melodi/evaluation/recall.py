@@ -127,9 +127,8 @@ def forgetting(
         for place, here in enumerate(windows):
             for k in distances if place in places else ():
                 if k <= place < count - k:
-                    both = (windows[place - k], windows[place + k])
-                    again, ahead = (nats_of(model, one, state) for one in both)
-                    shown[place, k] = again, ahead
+                    again = nats_of(model, windows[place - k], state)
+                    shown[place, k] = again, nats_of(model, windows[place + k], state)
             scored = model.nats(here[:, :-1], here[:, 1:], state)
             firsts.append(scored.nats_BT)
             state = scored.state
