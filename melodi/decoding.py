@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from melodi.layers.frame import Layer, Memory
+from melodi.layers.native import Kernel, kernel_for
 from melodi.layers.nats import logits_of
-from melodi.layers.products import Numbers, product
-from melodi.layers.token import TokenLayer, TokenNorm
+from melodi.layers.products import Numbers, Product
+from melodi.layers.token import NativeTokenLayer, TokenLayer, TokenNorm
 from melodi.memory import Maker, MemoryState
 from melodi.reading import next_part
 from melodi.sights import filled_by_kind, most_slots, token_ranges
@@ -35,10 +37,13 @@ class Decoder:
         self.config, self.maker, self.input_scale = config, Maker(model), model.input_scale
         self.embedding_VD, self.final_norm = model.embedding.weight, TokenNorm(model.final_norm)
         bias = model.position_bias.by_distance(range(len(config.layers)), most_slots(config))
+        kernel = kernel_for(model.embedding.weight, numbers)
         self.layers = [
-            TokenLayer(layer, bias.get(i), numbers) for i, layer in enumerate(model.stack)
+            token_layer(layer, bias.get(i), numbers, kernel) for i, layer in enumerate(model.stack)
         ]
-        self.unscaled_logits = product(model.embedding.weight, None, numbers)
+        logits = Product(model.embedding.weight, None, numbers)
+        self.native = kernel is not None
+        self.unscaled_logits = logits if kernel is None else kernel.product(logits)
 
     def __call__(self, tokens_B1: Tensor, state: MemoryState) -> tuple[Tensor, MemoryState] | None:
         """The final hidden vectors (B, 1, D), and the memory; ids must be of the vocabulary, and
@@ -63,6 +68,14 @@ class Decoder:
         return self.final_norm(x_BD)[:, None], state
 
 
+def token_layer(
+    layer: Layer[Memory], bias_Hk: Tensor | None, numbers: Numbers, kernel: Kernel | None
+) -> TokenLayer[Memory]:
+    if kernel is None:
+        return TokenLayer(layer, bias_Hk, numbers)
+    return NativeTokenLayer(layer, bias_Hk, numbers, kernel)
+
+
 class KeptDecoder:
     """A decoder for many tokens, which is made anew when the model has changed."""
 
@@ -82,8 +95,8 @@ class KeptDecoder:
     def logits(self, x_BD: Tensor) -> Tensor:
         """What is expected after these final hidden vectors, in float32 at least."""
         weight_VD, scale = self.model.embedding.weight, self.model.output_scale
-        decoder = None if self.numbers == "fp32" else self._current()
-        if decoder is None:
+        decoder = self._current()
+        if decoder is None or (self.numbers == "fp32" and not decoder.native):
             return logits_of(x_BD, weight_VD, scale)
         return decoder.unscaled_logits(x_BD) * scale
 

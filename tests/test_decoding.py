@@ -1,12 +1,18 @@
 """Without gradients open windows are written to in place: the laws hold there too."""
 
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
 import pytest
 import torch
 from zoo import WINDOW, ZOO, make, random_tokens
 
 from melodi import MemoryState, ModelConfig
-from melodi.decoding import KeptDecoder
-from melodi.layers.products import Numbers, product, to_int8
+from melodi.decoding import Decoder, KeptDecoder
+from melodi.layers import native as native_kernel
+from melodi.layers.products import Numbers, Product, to_int8
+from melodi.layers.token import MOST_ROWS, NativeTokenLayer
 
 TOLERANCE = dict(rtol=0, atol=1e-10)
 
@@ -105,9 +111,14 @@ def test_whoever_watches_or_adapts_a_part_is_heard() -> None:
 
 
 @every_kind
-def test_a_kept_decoder_equals_the_model(config: ModelConfig) -> None:
-    """What is kept from token to token changes nothing, in one row and in several."""
-    for rows in (1, 3):
+@pytest.mark.parametrize("native", ["1", "0"], ids=["native", "torch"])
+def test_a_kept_decoder_equals_the_model(
+    config: ModelConfig, native: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is kept from token to token changes nothing, in one row and in several, in more than the
+    kernel takes, by the kernel and by torch."""
+    monkeypatch.setenv("MELODI_NATIVE", native)
+    for rows in (1, 3, MOST_ROWS + 1):
         model = make(config)
         tokens = random_tokens(rows, 3 * WINDOW)
         decoder, read = KeptDecoder(model), 0
@@ -163,10 +174,14 @@ def test_a_kept_decoder_sees_every_change() -> None:
             before = found[0]
 
 
+@pytest.mark.parametrize("native", ["1", "0"], ids=["native", "torch"])
 @pytest.mark.parametrize(("numbers", "near"), [("bf16", 0.05), ("int8", 0.1)])
-def test_narrow_weights_are_nearly_the_weights(numbers: Numbers, near: float) -> None:
+def test_narrow_weights_are_nearly_the_weights(
+    numbers: Numbers, near: float, native: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Hidden vectors and logits stay near those of all four bytes, without being equal, and follow
     the weights when these change."""
+    monkeypatch.setenv("MELODI_NATIVE", native)
     model = make(ZOO["melodi-default"]).float()
     tokens, decoder = random_tokens(2, WINDOW - 1), KeptDecoder(model, numbers)
     for _ in range(2):
@@ -197,5 +212,50 @@ def test_weights_of_one_byte() -> None:
     assert bool((off <= 0.5 * step + 2**-8 * weight.abs()).all())
     x = torch.randn(3, 44, generator=random, dtype=torch.float32)
     expected = x @ (whole * step).T
-    off = (product(weight, None, "int8")(x) - expected).norm(dim=0)
+    off = (Product(weight, None, "int8")(x) - expected).norm(dim=0)
     assert bool((off <= 0.02 * expected.norm(dim=0)).all())
+
+
+@pytest.fixture
+def built_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty cache folder, and nothing compiled that is remembered."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    native_kernel.compiled.cache_clear()
+    yield tmp_path / "melodi"
+    native_kernel.compiled.cache_clear()
+
+
+needs_a_compiler = pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")
+
+
+@needs_a_compiler
+def test_the_kernel_is_compiled_once(built_anew: Path) -> None:
+    """One file for each kind of weights, whole or absent; a model on the CPU uses it by itself."""
+    decoder = Decoder(make(ZOO["melodi-default"]).float())
+    assert all(isinstance(layer, NativeTokenLayer) for layer in decoder.layers)
+    (first,) = built_anew.iterdir()
+    written = first.stat().st_mtime_ns
+    native_kernel.compiled.cache_clear()
+    assert native_kernel.compiled(torch.float32, "fp32") is not None
+    assert [path.stat().st_mtime_ns for path in built_anew.iterdir()] == [written]
+
+
+@pytest.mark.parametrize("compiler", ["", "#!/bin/sh\nexit 1\n", "#!/bin/sh\nexit 0\n"])
+def test_without_a_compiler_torch_reads(
+    compiler: str, built_anew: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where there is none, where it fails, and where it makes nothing, nobody notices."""
+    if compiler:
+        (tmp_path / "cc").write_text(compiler)
+        (tmp_path / "cc").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    decoder = Decoder(make(ZOO["melodi-default"]).float())
+    assert not any(isinstance(layer, NativeTokenLayer) for layer in decoder.layers)
+
+
+@needs_a_compiler
+def test_loading_the_kernel_changes_no_rounding(built_anew: Path) -> None:
+    """Numbers too small for a full mantissa are still there after it was loaded."""
+    assert native_kernel.compiled(torch.float32, "fp32") is not None
+    tiny = torch.tensor(1e-40, dtype=torch.float32)
+    assert float(tiny * 0.5) > 0

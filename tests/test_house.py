@@ -37,7 +37,7 @@ ORDER = [
 SIBLINGS = {
     "config": ["dialects", "checks", "kinds", "model", "presets", "training"],
     "layers": [
-        *["transformer", "frame", "products", "token", "fifo", "growing", "gate"],
+        *["transformer", "frame", "products", "native", "token", "fifo", "growing", "gate"],
         *["melodi", "transformer_xl", "block_recurrent", "memorizing"],
     ],
     "data": [

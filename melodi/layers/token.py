@@ -1,9 +1,11 @@
-"""One token inside its window, in as few steps as torch allows.
+"""One token inside its window, in as few steps as possible.
 
 `TokenLayer` is `Layer.forward` where nothing opens or closes and the window is written in place:
-the same equations, without what only other parts need. Generation is bound by its calls, of modules
-and of torch, hardly by their arithmetic: so weights are used directly where modules are what they
-seem (`is_bare`), and what is adapted, sharded or watched takes the general way.
+the same equations, without what only other parts need. Weights are used directly where modules are
+what they seem (`is_bare`); what is adapted, sharded or watched takes the general way.
+
+`NativeTokenLayer` is the same in two calls of token.c, on a CPU with a C compiler. In torch's own
+calls a token of a small model takes several times as long as its bytes do.
 
 Shapes as in frame.py; F width of the feed-forward, X = H·E.
 """
@@ -14,8 +16,10 @@ import torch
 from torch import Tensor
 
 from melodi.layers.frame import Layer, Memory, OpenWindow, WindowPart
-from melodi.layers.products import Numbers, Product, product
+from melodi.layers.native import ACTIVATIONS, Kernel, NativeProduct, address
+from melodi.layers.products import Numbers, Product
 from melodi.layers.transformer import (
+    EPSILON,
     AttentionScale,
     Block,
     FeedForward,
@@ -28,6 +32,8 @@ from melodi.layers.transformer import (
 )
 
 BARE = (Block, AttentionScale, FeedForward, Linear, RMSNorm)
+MOST_ROWS = 16
+"""Beyond these, products are of matrices, and torch's are faster than those of token.c."""
 
 
 class TokenLayer(Generic[Memory]):
@@ -37,7 +43,7 @@ class TokenLayer(Generic[Memory]):
         """`bias_Hk` is the bias at all distances, the farthest first."""
 
         def made(linear: Linear) -> Product:
-            return product(linear.weight, linear.bias, numbers)
+            return Product(linear.weight, linear.bias, numbers)
 
         block, ffn = layer.block, layer.block.ffn
         self.layer, self.past_slots, self.keeps = layer, layer.past_slots, layer.keeps
@@ -104,6 +110,79 @@ class TokenLayer(Generic[Memory]):
         norm_B2H1 = torch.linalg.vector_norm(qk_B2HE, dim=-1, keepdim=True).hypot_(self.epsilon)
         q_BHE, k_BHE = qk_B2HE.mul_(self.lengths_2H1 / norm_B2H1).unbind(1)
         return q_BHE, k_BHE
+
+
+class NativeTokenLayer(TokenLayer[Memory]):
+    """The same by a kernel, which points to the tensors that are held here."""
+
+    def __init__(
+        self, layer: Layer[Memory], bias_Hk: Tensor | None, numbers: Numbers, kernel: Kernel
+    ) -> None:
+        super().__init__(layer, bias_Hk, numbers)
+        self.kernel, block = kernel, layer.block
+        products = (self.query, self.key, self.value, self.output, self.hidden, self.ffn_output)
+        made = [NativeProduct(kernel, product) for product in products]
+        lengths_H = None if self.lengths_2H1 is None else self.lengths_2H1[0].contiguous()
+        bias_Hk = None if self.bias_1H1k is None else self.bias_1H1k[0, :, 0].contiguous()
+        norms = (block.attention_norm.weight, block.ffn_norm.weight)
+        self.held = (*norms, lengths_H, bias_Hk, made)
+        self.slots = layer.past_slots + layer.window
+        self.about = kernel.Layer(
+            layer.width,
+            self.heads,
+            self.head_width,
+            self.slots,
+            0 if bias_Hk is None else bias_Hk.size(1),
+            ACTIVATIONS[layer.config.answers.activation],
+            *map(address, (*norms, lengths_H, bias_Hk)),
+            1 / self.root,
+            EPSILON,
+            *[one.about for one in made],
+        )
+
+    def __call__(
+        self,
+        x_BD: Tensor,
+        memory: Memory,
+        window: OpenWindow,
+        part: WindowPart,
+        seen: slice,
+        distances: slice,
+    ) -> Tensor:
+        layer, place, rows = self.layer, part.place, x_BD.size(0)
+        assert place is not None
+        keys, values, kept = window
+        if rows > MOST_ROWS or not (self._fits(keys) and self._fits(values)):
+            return super().__call__(x_BD, memory, window, part, seen, distances)
+        if self.recalls:
+            x_BD = layer.recall(x_BD[:, None], memory, part)[:, 0].contiguous()
+        inner = self.heads * self.head_width
+        h_BD, spare_BD, y_BD = x_BD.new_empty(3, *x_BD.shape).unbind()
+        q_BX, k_BX, v_BX, a_BX = x_BD.new_empty(4, rows, inner).unbind()
+        room = x_BD.new_empty(rows * max(self.heads * self.slots, self.hidden.outputs))
+        self.kernel.begin_token(
+            self.about,
+            rows,
+            *[tensor.data_ptr() for tensor in (x_BD, keys, values)],
+            *(self.past_slots + place, seen.start, seen.stop - seen.start, distances.start),
+            *[tensor.data_ptr() for tensor in (h_BD, q_BX, k_BX, v_BX, room, a_BX)],
+        )
+        if self.reads:
+            shape = (rows, self.heads, 1, self.head_width)
+            q_BH1E, a_BH1E = q_BX.view(shape), a_BX.view(shape)
+            pairs = Pairs(k_BX.view(shape), v_BX.view(shape))
+            read = layer.read(a_BH1E, Projections(h_BD[:, None], q_BH1E, pairs), memory, part)
+            a_BX = torch.cat([a.reshape(rows, -1) for a in read], dim=1)
+        self.kernel.finish_token(
+            self.about, rows, *[t.data_ptr() for t in (x_BD, a_BX, spare_BD, room, y_BD)]
+        )
+        if self.keeps:
+            kept[:, place] = layer.keep(y_BD[:, None], h_BD[:, None])[:, 0]
+        return y_BD
+
+    def _fits(self, tensor: Tensor) -> bool:
+        """The kernel sees an address, and takes the rest for granted."""
+        return tensor.dtype == self.kernel.dtype and tensor.is_contiguous()
 
 
 class TokenNorm:
