@@ -29,8 +29,8 @@ def linear_nats(x_nD: Tensor, weight_VD: Tensor, targets_n: Tensor, scale: float
         nats_n: Tensor = LinearNats.apply(x_nD, weight_VD, targets_n, scale)
         return nats_n
     parts = [
-        F.cross_entropy(logits_of(x, weight_VD, scale), t, ignore_index=-1, reduction="none")
-        for x, t in chunks(x_nD, targets_n, len(weight_VD))
+        nats_in_place(logits_of(x, weight_VD, scale), target)[0]
+        for x, target in chunks(x_nD, targets_n, len(weight_VD))
     ]
     return torch.cat(parts)
 
@@ -64,14 +64,11 @@ def nats_and_gradients(
     start = 0
     for x_cD, target_c in chunks(x_nD, targets_n, len(weight_VD)):
         p_cV = logits_of(x_cD, weight_VD, scale)
+        nats_c, total_c1, place_c1 = nats_in_place(p_cV, target_c)
+        nats.append(nats_c)
         counted_c1 = (target_c >= 0)[:, None]
-        place_c1 = target_c.clamp(min=0)[:, None]
         weight_c1 = grad_n[start : start + len(x_cD), None].to(p_cV.dtype) * counted_c1 * scale
-        largest_c1, found_c1 = p_cV.amax(-1, keepdim=True), p_cV.gather(1, place_c1)
-        # Logits become softmax, softmax the gradient, all in the same memory.
-        total_c1 = p_cV.sub_(largest_c1).exp_().sum(-1, keepdim=True)
-        nats.append(((total_c1.log() + largest_c1 - found_c1) * counted_c1)[:, 0])
-        # d nats / d logits = softmax - one at the target.
+        # d nats / d logits = softmax - one at the target, in the memory of the logits.
         p_cV = p_cV.mul_(weight_c1 / total_c1).scatter_add_(1, place_c1, -weight_c1)
         # Once for both products: what is turned around is slow to convert.
         p_cV = p_cV.to(product_dtype(x_nD))
@@ -79,6 +76,16 @@ def nats_and_gradients(
         grad_weight_VD += p_cV.T @ x_cD
         start += len(x_cD)
     return torch.cat(nats), torch.cat(grads_x).to(x_nD.dtype), grad_weight_VD
+
+
+def nats_in_place(logits_cV: Tensor, target_c: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The nats of the targets. The logits become exp(logit - largest); their sums, and where the
+    targets are, come with the nats. No second table of this size is mapped."""
+    place_c1 = target_c.clamp(min=0)[:, None]
+    largest_c1, found_c1 = logits_cV.amax(-1, keepdim=True), logits_cV.gather(1, place_c1)
+    total_c1 = logits_cV.sub_(largest_c1).exp_().sum(-1, keepdim=True)
+    nats_c1 = (total_c1.log() + largest_c1 - found_c1) * (target_c >= 0)[:, None]
+    return nats_c1[:, 0], total_c1, place_c1
 
 
 def logits_of(x_nD: Tensor, weight_VD: Tensor, scale: float) -> Tensor:
