@@ -219,8 +219,9 @@ class LanguageModel(nn.Module):
             lengths_B = torch.full_like(open_B, tokens_BT.size(1))
         growing = probe is None and self._grows(state, lengths_B)
         if growing:
+            windows = int(lengths_B[0]) // self.config.window
             memory = tuple(
-                layer.begin_segment(m) for layer, m in zip(self.stack, memory, strict=True)
+                layer.begin_segment(m, windows) for layer, m in zip(self.stack, memory, strict=True)
             )
         plan = list(turns(state, lengths_B))
         for turn, counters_4B in zip(plan, counters(plan, device), strict=True):
@@ -253,16 +254,17 @@ class LanguageModel(nn.Module):
         return x_BTD, state, torch.stack(extra_losses).mean() if extra_losses else None
 
     def _grows(self, state: MemoryState, lengths_B: Tensor) -> bool:
-        """Whether this is a segment of whole windows on the CPU, with a gradient: then queues take
-        the form of layers/growing.py."""
-        return (
-            torch.is_grad_enabled()
-            and self.embedding.weight.device.type == "cpu"
-            and not self.static_shapes
-            and not (self.training and self.config.dropout)
-            and not bool((state.open_B + lengths_B % self.config.window).any())
-            and bool((lengths_B == lengths_B[0]).all())
-        )
+        """Whether all rows read whole windows: then queues take another form. With a gradient it is
+        that of layers/growing.py, on the CPU; without, that of layers/fifo.py, if there are several
+        windows."""
+        window = self.config.window
+        whole = not bool((state.open_B + lengths_B % window).any())
+        if self.static_shapes or not whole or not bool((lengths_B == lengths_B[0]).all()):
+            return False
+        if not torch.is_grad_enabled():
+            return int(lengths_B[0]) > window
+        on_cpu = self.embedding.weight.device.type == "cpu"
+        return on_cpu and not (self.training and self.config.dropout)
 
     def is_plain(self) -> bool:
         """Without autocast, static shapes and dropout, which layers/token.py cannot do."""

@@ -35,6 +35,27 @@ def test_token_by_token_in_place(config: ModelConfig) -> None:
 
 @every_kind
 @torch.no_grad()
+def test_many_windows_at_once(config: ModelConfig) -> None:
+    """Without a gradient queues are written in place: many windows, far more than queues hold, give
+    the hidden vectors and the memory of one after the other, and the state that they were read
+    from stays as it was."""
+    model = make(config)
+    tokens = random_tokens(2, 16 * WINDOW)
+    begun, others = tokens[:, : 3 * WINDOW], tokens[:, 3 * WINDOW :]
+    _, state, _ = model.hidden(begun, model.empty_state(2))
+    for _ in range(2):
+        whole, after, _ = model.hidden(others, state)
+        one, parts = state, []
+        for window in others.split(WINDOW, dim=1):
+            x, one, _ = model.hidden(window, one)
+            parts.append(x)
+        torch.testing.assert_close(whole, torch.cat(parts, 1), **TOLERANCE)
+        for ours, theirs in zip(after.layers, one.layers, strict=True):
+            torch.testing.assert_close(tuple(ours), tuple(theirs), **TOLERANCE)
+
+
+@every_kind
+@torch.no_grad()
 def test_states_are_values(config: ModelConfig) -> None:
     """However a stream goes on from a state, the state stays what it was: every earlier one can be
     read on from, in any order, as beam search does."""

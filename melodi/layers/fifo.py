@@ -3,7 +3,10 @@
 Every window appends its entries at the end, and the oldest fall out. How many slots hold something
 follows from the number of windows that a row has read; the others are masked, or never read.
 
-Shapes: B rows, M slots.
+While several whole windows are read without a gradient, nobody else sees the FIFO: it then has room
+behind it, where windows write without copying what is there (`with_room`).
+
+Shapes: B rows, H heads, M slots, E head width.
 """
 
 from typing import NamedTuple
@@ -12,11 +15,40 @@ import torch
 from torch import Tensor
 
 from melodi.layers.frame import WindowPart
+from melodi.layers.transformer import Pairs
 
 
 def append(queue: Tensor, new: Tensor, dim: int, part: WindowPart) -> Tensor:
     """The FIFO with the entries of a window that is full; as it was in the other rows."""
     return part.commit(push(queue, new, dim), queue)
+
+
+def with_room(queue: Pairs, entries: int) -> Pairs:
+    """The FIFO in tensors of its own, with room behind it for so many entries, or for as many as
+    it has slots."""
+    slots = queue.keys_BHkE.size(2)
+
+    def moved(tensor_BHME: Tensor) -> Tensor:
+        rows, heads, _, width = tensor_BHME.shape
+        room_BHkE = tensor_BHME.new_empty(rows, heads, slots + min(entries, slots), width)
+        room_BHkE[:, :, :slots] = tensor_BHME
+        return room_BHkE[:, :, :slots]
+
+    return Pairs(*map(moved, queue))
+
+
+def push_into_room(queue_BHkE: Tensor, new: Tensor, slots: int) -> Tensor:
+    """What `with_room` gave, longer by the new entries, which are written behind it, in place; the
+    newest `slots` are the FIFO. Where the room is full, these first move to its front."""
+    rows, heads, used, width = queue_BHkE.shape
+    new = new.narrow(2, max(new.size(2) - slots, 0), min(new.size(2), slots))
+    strides = queue_BHkE.stride()
+    if used + new.size(2) > strides[1] // width:
+        queue_BHkE[:, :, :slots] = queue_BHkE[:, :, -slots:].clone()  # the two may overlap
+        used = slots
+    longer = queue_BHkE.as_strided((rows, heads, used + new.size(2), width), strides)
+    longer[:, :, used:] = new
+    return longer
 
 
 class FilledSlots(NamedTuple):

@@ -265,8 +265,9 @@ class Layer(nn.Module, Generic[Memory]):
         # Views of one tensor, as between all layers: one compiled graph serves them.
         return Stream(*xu_BtD.split([x_BtD.size(1), len(table_SD)], dim=1))
 
-    def begin_segment(self, memory: Memory) -> LayerMemory:
-        """The memory in the form in which whole windows are read with a gradient."""
+    def begin_segment(self, memory: Memory, windows: int) -> LayerMemory:
+        """The memory in the form in which so many whole windows are read, with a gradient or
+        without."""
         return memory
 
     def end_segment(self, memory: Memory) -> LayerMemory:

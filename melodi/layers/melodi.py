@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from melodi.config import ModelConfig
-from melodi.layers.fifo import append, filled_slots
+from melodi.layers.fifo import append, filled_slots, push_into_room, with_room
 from melodi.layers.frame import Layer, Seen, WindowPart, Written
 from melodi.layers.gate import Gate
 from melodi.layers.growing import attend_filled, begun, pushed
@@ -45,7 +45,8 @@ class LongTermTokenMemory(NamedTuple):
 
 
 class GrowingMemory(NamedTuple):
-    """LongTermMemory inside a segment: the FIFO as it was, and the pairs appended since."""
+    """LongTermMemory while a segment is learned from: the FIFO as it was, and the pairs appended
+    since."""
 
     z_BSD: Tensor
     keys_BHME: Tensor
@@ -54,7 +55,15 @@ class GrowingMemory(NamedTuple):
     fresh_values_BHfE: Tensor
 
 
-MelodiMemory = ShortTermMemory | LongTermMemory | LongTermTokenMemory | GrowingMemory
+class RoomyMemory(NamedTuple):
+    """LongTermMemory while windows are read without a gradient: its queue is the newest slots."""
+
+    z_BSD: Tensor
+    keys_BHkE: Tensor
+    values_BHkE: Tensor
+
+
+MelodiMemory = ShortTermMemory | LongTermMemory | LongTermTokenMemory | GrowingMemory | RoomyMemory
 
 
 class Branches(NamedTuple):
@@ -171,8 +180,8 @@ class LongTermLayer(ShortTermLayer):
         if isinstance(memory, LongTermTokenMemory):
             pairs = self.project(memory.tokens_BMD[:, -filled.slots :])
         else:
-            assert isinstance(memory, LongTermMemory)
-            pairs = Pairs(memory.keys_BHME, memory.values_BHME).slots(-filled.slots)
+            assert isinstance(memory, LongTermMemory | RoomyMemory)
+            pairs = Pairs(*memory[1:]).slots(-filled.slots)
         if part.probe is not None:
             part.probe.note(self.index, "long-term", made.q_BHtE, pairs, filled.mask())
         long_BHtE = attend(
@@ -185,6 +194,9 @@ class LongTermLayer(ShortTermLayer):
         m_BLD = memory.z_BSD if self.copies else new.m_BLD
         if isinstance(memory, GrowingMemory):
             return GrowingMemory(*memory[:3], *Pairs(*memory[3:]).join(self.project(m_BLD)))
+        if isinstance(memory, RoomyMemory):
+            longer = map(push_into_room, memory[1:], self.project(m_BLD), [self.slots] * 2)
+            return RoomyMemory(memory.z_BSD, *longer)
         if isinstance(memory, LongTermTokenMemory):
             return memory._replace(tokens_BMD=append(memory.tokens_BMD, m_BLD, 1, part))
         assert isinstance(memory, LongTermMemory)
@@ -194,17 +206,21 @@ class LongTermLayer(ShortTermLayer):
             values_BHME=append(memory.values_BHME, values, 2, part),
         )
 
-    def begin_segment(self, memory: MelodiMemory) -> MelodiMemory:
+    def begin_segment(self, memory: MelodiMemory, windows: int) -> MelodiMemory:
         """Where old slots have a gradient, the queue stays whole."""
         if not isinstance(memory, LongTermMemory):
             return memory
         base = Pairs(memory.keys_BHME, memory.values_BHME)
+        if not torch.is_grad_enabled():
+            return RoomyMemory(memory.z_BSD, *with_room(base, windows * self.entries_per_window))
         if any(tensor.requires_grad for tensor in base):
             return memory
         base, fresh = begun(base)
         return GrowingMemory(memory.z_BSD, *base, *fresh)
 
     def end_segment(self, memory: MelodiMemory) -> MelodiMemory:
+        if isinstance(memory, RoomyMemory):
+            return LongTermMemory(memory.z_BSD, *Pairs(*memory[1:]).slots(-self.slots))
         if not isinstance(memory, GrowingMemory):
             return memory
         return LongTermMemory(memory.z_BSD, *pushed(Pairs(*memory[1:3]), Pairs(*memory[3:])))

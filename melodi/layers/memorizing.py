@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from melodi.config import ModelConfig
-from melodi.layers.fifo import append, filled_slots, written_slots
+from melodi.layers.fifo import append, filled_slots, push_into_room, with_room, written_slots
 from melodi.layers.frame import Seen, WindowPart, Written
 from melodi.layers.gate import Gate
 from melodi.layers.growing import attend_filled, begun, pushed
@@ -41,7 +41,16 @@ class GrowingMemorizingMemory(NamedTuple):
     fresh_values_BHfE: Tensor
 
 
-PairsMemory = MemorizingMemory | GrowingMemorizingMemory
+class RoomyMemorizingMemory(NamedTuple):
+    """The same while windows are read without a gradient: the FIFO is the newest slots."""
+
+    cache_keys_BHWE: Tensor
+    cache_values_BHWE: Tensor
+    keys_BHkE: Tensor
+    values_BHkE: Tensor
+
+
+PairsMemory = MemorizingMemory | GrowingMemorizingMemory | RoomyMemorizingMemory
 
 
 class MemorizingLayer(CachedLayer[PairsMemory]):
@@ -71,7 +80,7 @@ class MemorizingLayer(CachedLayer[PairsMemory]):
         filled = filled_slots(part, self.slots, self.window, self.masked)
         if filled.slots == 0:
             return (a_BHtE,)
-        pairs = Pairs(memory.keys_BHME, memory.values_BHME).slots(-filled.slots)
+        pairs = Pairs(*memory[2:]).slots(-filled.slots)
         drop_rate = self.block.drop_rate
         if part.probe is not None:
             part.probe.note(self.index, "long-term", made.q_BHtE, pairs, filled.mask())
@@ -89,19 +98,27 @@ class MemorizingLayer(CachedLayer[PairsMemory]):
         if isinstance(memory, GrowingMemorizingMemory):
             base, fresh = memory[2:4], Pairs(*memory[4:])
             return Written(GrowingMemorizingMemory(*cache, *base, *fresh.join(new)))
+        if isinstance(memory, RoomyMemorizingMemory):
+            longer = map(push_into_room, memory[2:], new, [self.slots] * 2)
+            return Written(RoomyMemorizingMemory(*cache, *longer))
         keys = append(memory.keys_BHME, new.keys_BHkE, 2, part)
         values = append(memory.values_BHME, new.values_BHkE, 2, part)
         return Written(MemorizingMemory(*cache, keys, values))
 
-    def begin_segment(self, memory: PairsMemory) -> PairsMemory:
-        """The k best are looked for in a queue that is whole."""
+    def begin_segment(self, memory: PairsMemory, windows: int) -> PairsMemory:
+        """With a gradient the k best are looked for in a queue that is whole."""
+        assert isinstance(memory, MemorizingMemory)
         base = Pairs(memory.keys_BHME, memory.values_BHME)
+        if not torch.is_grad_enabled():
+            return RoomyMemorizingMemory(*memory[:2], *with_room(base, windows * self.window))
         if self.top_k is not None or any(tensor.requires_grad for tensor in base):
             return memory
         base, fresh = begun(base)
         return GrowingMemorizingMemory(*memory[:2], *base, *fresh)
 
     def end_segment(self, memory: PairsMemory) -> PairsMemory:
+        if isinstance(memory, RoomyMemorizingMemory):
+            return MemorizingMemory(*memory[:2], *Pairs(*memory[2:]).slots(-self.slots))
         if not isinstance(memory, GrowingMemorizingMemory):
             return memory
         return MemorizingMemory(*memory[:2], *pushed(Pairs(*memory[2:4]), Pairs(*memory[4:])))
