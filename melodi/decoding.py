@@ -71,7 +71,7 @@ class Decoder:
 def token_layer(
     layer: Layer[Memory], bias_Hk: Tensor | None, numbers: Numbers, kernel: Kernel | None
 ) -> TokenLayer[Memory]:
-    if kernel is None:
+    if kernel is None or not kernel.takes(layer.block):
         return TokenLayer(layer, bias_Hk, numbers)
     return NativeTokenLayer(layer, bias_Hk, numbers, kernel)
 

@@ -261,6 +261,23 @@ def test_the_kernel_is_compiled_once(built_anew: Path) -> None:
     assert [path.stat().st_mtime_ns for path in built_anew.iterdir()] == [written]
 
 
+@torch.inference_mode()
+def test_the_kernel_leaves_other_weights_alone() -> None:
+    """A layer whose weights have another form than the model's is read by torch."""
+    model = make(ZOO["melodi-default"])
+    weight = model.layers[1].block.value.weight
+    model.layers[1].block.value.weight = torch.nn.Parameter(weight.T.contiguous().T)
+    _, state = model(random_tokens(1, 2), model.empty_state(1))
+    native = [isinstance(layer, NativeTokenLayer) for layer in Decoder(model).layers]
+    assert native[1] is False
+    assert len(set(native)) == (1 if shutil.which("cc") is None else 2)
+    read = Decoder(model)(random_tokens(1, 1), state)
+    assert read is not None
+    torch.testing.assert_close(
+        read[0], model.hidden(random_tokens(1, 1), state, [1])[0], **TOLERANCE
+    )
+
+
 @pytest.mark.parametrize("compiler", ["", "#!/bin/sh\nexit 1\n", "#!/bin/sh\nexit 0\n"])
 def test_without_a_compiler_torch_reads(
     compiler: str, built_anew: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

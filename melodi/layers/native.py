@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from melodi.layers.products import Numbers, Product
 
@@ -69,6 +69,13 @@ class Kernel:
             library.finish_token, [POINTER(self.Layer), *counts, *tensors * 5]
         )
         self._product = declared(library.product, [POINTER(CProduct), *counts, *tensors * 2])
+
+    def takes(self, module: nn.Module) -> bool:
+        """Whether all weights are what the kernel takes addresses for."""
+        return all(
+            type(weight.data) is Tensor and weight.dtype == self.dtype and weight.is_contiguous()
+            for weight in module.parameters()
+        )
 
     def product(self, product: Product) -> "NativeProduct":
         return NativeProduct(self, product)

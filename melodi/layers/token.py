@@ -155,7 +155,7 @@ class NativeTokenLayer(TokenLayer[Memory]):
         if rows > MOST_ROWS or not (self._fits(keys) and self._fits(values)):
             return super().__call__(x_BD, memory, window, part, seen, distances)
         if self.recalls:
-            x_BD = layer.recall(x_BD[:, None], memory, part)[:, 0].contiguous()
+            x_BD = self._plain(layer.recall(x_BD[:, None], memory, part)[:, 0])
         inner = self.heads * self.head_width
         h_BD, spare_BD, y_BD = x_BD.new_empty(3, *x_BD.shape).unbind()
         q_BX, k_BX, v_BX, a_BX = x_BD.new_empty(4, rows, inner).unbind()
@@ -172,13 +172,16 @@ class NativeTokenLayer(TokenLayer[Memory]):
             q_BH1E, a_BH1E = q_BX.view(shape), a_BX.view(shape)
             pairs = Pairs(k_BX.view(shape), v_BX.view(shape))
             read = layer.read(a_BH1E, Projections(h_BD[:, None], q_BH1E, pairs), memory, part)
-            a_BX = torch.cat([a.reshape(rows, -1) for a in read], dim=1)
+            a_BX = self._plain(torch.cat([a.reshape(rows, -1) for a in read], dim=1))
         self.kernel.finish_token(
             self.about, rows, *[t.data_ptr() for t in (x_BD, a_BX, spare_BD, room, y_BD)]
         )
         if self.keeps:
             kept[:, place] = layer.keep(y_BD[:, None], h_BD[:, None])[:, 0]
         return y_BD
+
+    def _plain(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self.kernel.dtype).contiguous()
 
     def _fits(self, tensor: Tensor) -> bool:
         """The kernel sees an address, and takes the rest for granted."""

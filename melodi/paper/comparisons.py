@@ -169,17 +169,21 @@ def systems() -> Recipe:
         "no-memory": "no memory",
     }
     rows = [Row(name, Shape(system), {}, name) for system, name in names.items()]
-    whole = Row("Melodi S512", Shape(short=WINDOW, long=0), {}, "Melodi S512")
+    whole = [
+        Row(name, Shape(short=WINDOW, long=long), {}, name)
+        for name, long in (("Melodi S512", 0), ("Melodi S512+L16", 16))
+    ]
     return Recipe(
         name="systems",
         title="All memory systems at equal parameters and tokens",
-        rows=(*rows, whole),
+        rows=(*rows, *whole),
         reference=DEFAULT,
         ablation=False,
         equal=True,
         remarks=(
             "Beyond the paper: there are no numbers and no claims of it to compare with.",
             "Melodi S512 compresses nothing: it hands on as many tokens as a window has, in half "
-            "of Transformer-XL's floats, and has no long-term memory.",
+            "of Transformer-XL's floats, and has no long-term memory. S512+L16 has one, and still "
+            "fewer floats than Transformer-XL.",
         ),
     )
