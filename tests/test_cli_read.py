@@ -3,7 +3,9 @@
 import io
 import json
 import math
+import os
 import re
+import signal
 import sys
 from pathlib import Path
 
@@ -175,26 +177,29 @@ def test_mistakes_in_reading(
     assert not (tmp_path / "x").exists()
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interruption_saves_what_was_read(
+    number: signal.Signals,
     book: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
-    """Ctrl-C ends a reading with 130, and its memory file is that of the windows read."""
+    """Ctrl-C ends a reading with 130, SIGTERM with 143; its memory file is that of the windows
+    read."""
     run, memory = book.parent / "run", tmp_path / "memory"
     add, windows = TextRead.add, []
 
     def interrupted(result: TextRead, nats_T: torch.Tensor) -> Evaluation:
         windows.append(nats_T)
         if len(windows) == 3:
-            raise KeyboardInterrupt
+            os.kill(os.getpid(), number)
         return add(result, nats_T)
 
     monkeypatch.setattr(TextRead, "add", interrupted)
     with pytest.raises(SystemExit) as end:
         main(["read", str(book), "--run", str(run), "--save", str(memory), *QUICK.split()])
-    assert end.value.code == 130
+    assert end.value.code == 128 + number
     model = load(run)
     reader = StreamReader.load(model, memory)
     (count,) = reader.tokens_read

@@ -4,9 +4,11 @@ This file is the table of commands and imports none of them, so that help costs 
 user can cause is one line on standard error and exit code 2; Ctrl-C is 130, SIGTERM 143.
 """
 
+import contextlib
 import io
 import signal
 import sys
+from collections.abc import Iterator
 from importlib import import_module
 from typing import NoReturn
 
@@ -34,7 +36,8 @@ def main(args: list[str] | None = None) -> None:
         if isinstance(stream, io.TextIOWrapper):  # a locale without "…" prints "?" instead
             stream.reconfigure(errors="replace")
     try:
-        dispatch(args)
+        with sigterm_interrupts():
+            dispatch(args)
         sys.stdout.flush()
     except BrokenPipeError:  # the reader of the output, `head` say, has gone
         sys.stderr.close()
@@ -51,6 +54,24 @@ def main(args: list[str] | None = None) -> None:
         number = stop.args[1] if len(stop.args) > 1 else signal.SIGINT
         print(f"melodi: {message}", file=sys.stderr)
         sys.exit(128 + number)
+
+
+@contextlib.contextmanager
+def sigterm_interrupts() -> Iterator[None]:
+    """SIGTERM ends a command as Ctrl-C does, with what it saves on the way."""
+
+    def interrupt(number: int, _frame: object) -> NoReturn:
+        raise KeyboardInterrupt("interrupted", number)
+
+    try:
+        before = signal.signal(signal.SIGTERM, interrupt)
+    except ValueError:  # not in the main thread
+        yield
+        return
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def dispatch(args: list[str]) -> None:

@@ -121,13 +121,13 @@ def follow(model: "LanguageModel", document: "Document", options: ReadArgs) -> "
     try:
         with bar([document]) as progress:
             result = read_one(reader, document, progress.update)
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as stop:
         count = reader.tokens_read[0] - before
         message = f"interrupted after {count:,} tokens"
         if options.save is not None and count:
             reader.save(options.save, "bf16" if options.bf16 else None)
             message += f": what was read is in {options.save}"
-        raise KeyboardInterrupt(message) from None
+        raise KeyboardInterrupt(message, *stop.args[1:]) from None
     if not result.sums.tokens:
         raise ValueError(f"{document.name} is empty: give something to read")
     if options.save is not None:
