@@ -18,6 +18,7 @@ from melodi.layers.native import Kernel, kernel_for
 from melodi.layers.nats import logits_of
 from melodi.layers.products import Numbers, Product
 from melodi.layers.token import NativeTokenLayer, TokenLayer, TokenNorm
+from melodi.layers.transformer import ACTIVATIONS
 from melodi.memory import Maker, MemoryState
 from melodi.reading import next_part
 from melodi.sights import filled_by_kind, most_slots, token_ranges
@@ -37,7 +38,7 @@ class Decoder:
         self.config, self.maker, self.input_scale = config, Maker(model), model.input_scale
         self.embedding_VD, self.final_norm = model.embedding.weight, TokenNorm(model.final_norm)
         bias = model.position_bias.by_distance(range(len(config.layers)), most_slots(config))
-        kernel = kernel_for(model.embedding.weight, numbers)
+        kernel = kernel_for(numbers, model.embedding, model.final_norm, model.position_bias)
         self.layers = [
             token_layer(layer, bias.get(i), numbers, kernel) for i, layer in enumerate(model.stack)
         ]
@@ -71,7 +72,9 @@ class Decoder:
 def token_layer(
     layer: Layer[Memory], bias_Hk: Tensor | None, numbers: Numbers, kernel: Kernel | None
 ) -> TokenLayer[Memory]:
-    if kernel is None or not kernel.takes(layer.block):
+    block = layer.block
+    usual = block.ffn.activation is ACTIVATIONS[layer.config.answers.activation]
+    if kernel is None or not usual or not kernel.fits(*block.parameters()):
         return TokenLayer(layer, bias_Hk, numbers)
     return NativeTokenLayer(layer, bias_Hk, numbers, kernel)
 

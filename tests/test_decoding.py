@@ -8,11 +8,12 @@ import pytest
 import torch
 from zoo import WINDOW, ZOO, make, random_tokens
 
-from melodi import MemoryState, ModelConfig
+from melodi import MemoryState, ModelConfig, StreamReader
 from melodi.decoding import Decoder, KeptDecoder
 from melodi.layers import native as native_kernel
+from melodi.layers.native import MOST_ROWS
 from melodi.layers.products import Numbers, Product, to_int8
-from melodi.layers.token import MOST_ROWS, NativeTokenLayer
+from melodi.layers.token import NativeTokenLayer
 
 TOLERANCE = dict(rtol=0, atol=1e-10)
 
@@ -262,20 +263,68 @@ def test_the_kernel_is_compiled_once(built_anew: Path) -> None:
 
 
 @torch.inference_mode()
-def test_the_kernel_leaves_other_weights_alone() -> None:
-    """A layer whose weights have another form than the model's is read by torch."""
+@pytest.mark.parametrize("change", ["stride", "activation", "meta", "type"])
+def test_the_kernel_leaves_other_parts_alone(change: str) -> None:
+    """A layer that is not what the kernel takes it for is read by torch, or refused by it."""
     model = make(ZOO["melodi-default"])
-    weight = model.layers[1].block.value.weight
-    model.layers[1].block.value.weight = torch.nn.Parameter(weight.T.contiguous().T)
-    _, state = model(random_tokens(1, 2), model.empty_state(1))
-    native = [isinstance(layer, NativeTokenLayer) for layer in Decoder(model).layers]
-    assert native[1] is False
-    assert len(set(native)) == (1 if shutil.which("cc") is None else 2)
-    read = Decoder(model)(random_tokens(1, 1), state)
-    assert read is not None
-    torch.testing.assert_close(
-        read[0], model.hidden(random_tokens(1, 1), state, [1])[0], **TOLERANCE
-    )
+    tokens = random_tokens(1, 3)
+    _, state = model(tokens[:, :2], model.empty_state(1))
+    block = model.layers[1].block
+    if change == "stride":
+        block.value.weight = torch.nn.Parameter(block.value.weight.T.contiguous().T)
+    elif change == "activation":
+        block.ffn.activation = torch.tanh
+    elif change == "meta":
+        block.ffn.to("meta")
+    else:
+        block.ffn.float()
+    decoder = Decoder(model)
+    assert not isinstance(decoder.layers[1], NativeTokenLayer)
+    assert shutil.which("cc") is None or isinstance(decoder.layers[0], NativeTokenLayer)
+    if change == "type":
+        with pytest.raises(RuntimeError, match="same dtype"):
+            decoder(tokens[:, 2:], state)
+    elif change != "meta":
+        read = decoder(tokens[:, 2:], state)
+        assert read is not None
+        part = model.hidden(tokens, model.empty_state(1))[0]
+        if change == "stride":
+            torch.testing.assert_close(read[0], part[:, 2:], **TOLERANCE)
+
+
+@torch.inference_mode()
+def test_the_kernel_takes_no_other_numbers() -> None:
+    """A model that changes its numbers under a reader is told so, as torch does."""
+    model = make(ZOO["melodi-default"]).float()
+    reader = StreamReader(model)
+    reader.read([1, 2, 3])
+    model.double()
+    with pytest.raises(RuntimeError, match="dtype"):
+        list(reader.generate(3))
+
+
+@needs_a_compiler
+@pytest.mark.parametrize("damaged", [b"", b"no library"])
+def test_a_damaged_kernel_is_built_anew(
+    damaged: bytes, built_anew: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a folder of which this process has loaded nothing yet."""
+    assert native_kernel.compiled(torch.float32, "fp32") is not None
+    (path,) = built_anew.iterdir()
+    other = tmp_path / "other" / "melodi" / path.name
+    other.parent.mkdir(parents=True)
+    other.write_bytes(damaged)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "other"))
+    native_kernel.compiled.cache_clear()
+    assert native_kernel.compiled(torch.float32, "fp32") is not None
+    assert other.stat().st_size > 1000
+
+
+@needs_a_compiler
+def test_what_others_may_have_written_is_not_loaded(built_anew: Path) -> None:
+    built_anew.mkdir(parents=True)
+    built_anew.chmod(0o777)
+    assert native_kernel.compiled(torch.float32, "fp32") is None
 
 
 @pytest.mark.parametrize("compiler", ["", "#!/bin/sh\nexit 1\n", "#!/bin/sh\nexit 0\n"])

@@ -63,8 +63,9 @@ def prepare(args: list[str]) -> None:
         make = prepare_one_shard
     try:
         make(options)
-    except KeyboardInterrupt:
-        raise KeyboardInterrupt("interrupted: the same command continues from here") from None
+    except KeyboardInterrupt as stop:
+        message = "interrupted: the same command continues from here"
+        raise KeyboardInterrupt(message, *stop.args[1:]) from None
 
 
 def prepare_whole(options: PrepareArgs) -> None:

@@ -9,6 +9,7 @@ behind it, where windows write without copying what is there (`with_room`).
 Shapes: B rows, H heads, M slots, E head width.
 """
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -49,6 +50,11 @@ def push_into_room(queue_BHkE: Tensor, new: Tensor, slots: int) -> Tensor:
     longer = queue_BHkE.as_strided((rows, heads, used + new.size(2), width), strides)
     longer[:, :, used:] = new
     return longer
+
+
+def newest(queues: Iterable[Tensor], slots: int) -> list[Tensor]:
+    """The FIFOs again, without the room."""
+    return [queue_BHkE[:, :, -slots:].contiguous() for queue_BHkE in queues]
 
 
 class FilledSlots(NamedTuple):

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from melodi.config import ModelConfig
-from melodi.layers.fifo import append, filled_slots, push_into_room, with_room
+from melodi.layers.fifo import append, filled_slots, newest, push_into_room, with_room
 from melodi.layers.frame import Layer, Seen, WindowPart, Written
 from melodi.layers.gate import Gate
 from melodi.layers.growing import attend_filled, begun, pushed
@@ -220,7 +220,7 @@ class LongTermLayer(ShortTermLayer):
 
     def end_segment(self, memory: MelodiMemory) -> MelodiMemory:
         if isinstance(memory, RoomyMemory):
-            return LongTermMemory(memory.z_BSD, *Pairs(*memory[1:]).slots(-self.slots))
+            return LongTermMemory(memory.z_BSD, *newest(memory[1:], self.slots))
         if not isinstance(memory, GrowingMemory):
             return memory
         return LongTermMemory(memory.z_BSD, *pushed(Pairs(*memory[1:3]), Pairs(*memory[3:])))

@@ -13,7 +13,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from melodi.config import ModelConfig
-from melodi.layers.fifo import append, filled_slots, push_into_room, with_room, written_slots
+from melodi.layers.fifo import (
+    append,
+    filled_slots,
+    newest,
+    push_into_room,
+    with_room,
+    written_slots,
+)
 from melodi.layers.frame import Seen, WindowPart, Written
 from melodi.layers.gate import Gate
 from melodi.layers.growing import attend_filled, begun, pushed
@@ -118,7 +125,7 @@ class MemorizingLayer(CachedLayer[PairsMemory]):
 
     def end_segment(self, memory: PairsMemory) -> PairsMemory:
         if isinstance(memory, RoomyMemorizingMemory):
-            return MemorizingMemory(*memory[:2], *Pairs(*memory[2:]).slots(-self.slots))
+            return MemorizingMemory(*memory[:2], *newest(memory[2:], self.slots))
         if not isinstance(memory, GrowingMemorizingMemory):
             return memory
         return MemorizingMemory(*memory[:2], *pushed(Pairs(*memory[2:4]), Pairs(*memory[4:])))

@@ -1,13 +1,17 @@
 """Compiles token.c with the machine's C compiler, once, and calls it.
 
 What is compiled is kept in the user's cache folder, under a name that says from what: the source,
-the compiler's flags, and the instructions of this processor. Where there is no compiler, or it
-fails, `kernel` gives None and tokens are read by torch, with the same results up to rounding.
+the compiler's flags, and the instructions of this processor. It runs in the threads of torch's own
+OpenMP, which pip's builds for Linux have. Where that or a compiler is missing, or something fails,
+`kernel_for` gives None and tokens are read by torch, with the same results up to rounding.
 `MELODI_NATIVE=0` in the environment asks for that, too.
+
+The kernel sees addresses: whoever calls it has looked at what is there (`Kernel.fits`).
 
 Shapes as in token.c.
 """
 
+import contextlib
 import ctypes
 import functools
 import hashlib
@@ -34,6 +38,8 @@ INSTRUCTIONS = {
 """By what torch says of the processor; elsewhere what the compiler takes for granted."""
 # Sums may be reordered. Not -ffast-math: loading would change how the whole process rounds.
 REORDERED = ["-fassociative-math", "-fno-signed-zeros", "-fno-trapping-math", "-fno-math-errno"]
+MOST_ROWS = 16
+"""Beyond these, products are of matrices, and torch's are faster."""
 NARROW: dict[Numbers, int] = {"fp32": 0, "bf16": 2, "int8": 1}
 ACTIVATIONS = {"relu": 0, "relu2": 1, "gelu": 2}
 """As token.c has them."""
@@ -70,11 +76,14 @@ class Kernel:
         )
         self._product = declared(library.product, [POINTER(CProduct), *counts, *tensors * 2])
 
-    def takes(self, module: nn.Module) -> bool:
-        """Whether all weights are what the kernel takes addresses for."""
+    def fits(self, *tensors: Tensor) -> bool:
+        """Whether these are what the kernel takes addresses for."""
         return all(
-            type(weight.data) is Tensor and weight.dtype == self.dtype and weight.is_contiguous()
-            for weight in module.parameters()
+            type(tensor.data) is Tensor
+            and tensor.dtype == self.dtype
+            and tensor.device.type == "cpu"
+            and tensor.is_contiguous()
+            for tensor in tensors
         )
 
     def product(self, product: Product) -> "NativeProduct":
@@ -88,16 +97,19 @@ class NativeProduct:
     """`Product` by the kernel; it holds what the kernel points to."""
 
     def __init__(self, kernel: Kernel, product: Product) -> None:
-        self.kernel = kernel
-        weight, scale, bias = product.weight_XD.contiguous(), product.scale_X, product.bias_X
+        self.kernel, self.product = kernel, product
+        weight, scale, bias = product.weight_XD.detach(), product.scale_X, product.bias_X
         scale = None if scale is None else scale.to(kernel.dtype)
+        bias = None if bias is None else bias.detach()
         self.held = (weight, scale, bias)
         sizes = (product.inputs, product.outputs, weight.stride(0))
         self.about = CProduct(address(weight), address(scale), address(bias), *sizes)
 
     def __call__(self, x_BD: Tensor) -> Tensor:
+        if len(x_BD) > MOST_ROWS or not self.kernel.fits(x_BD):
+            return self.product(x_BD)
         y_BX = x_BD.new_empty(len(x_BD), self.about.outputs)
-        self.kernel.multiply(self.about, x_BD.contiguous(), y_BX)
+        self.kernel.multiply(self.about, x_BD, y_BX)
         return y_BX
 
 
@@ -110,31 +122,33 @@ def declared(function: Any, arguments: list[Any]) -> Any:
     return function
 
 
-def kernel_for(weight: Tensor, numbers: Numbers) -> Kernel | None:
-    """Where the model is on the CPU, in numbers that the kernel has."""
-    if weight.device.type != "cpu" or weight.dtype not in (torch.float32, torch.float64):
+def kernel_for(numbers: Numbers, *parts: nn.Module) -> Kernel | None:
+    """The kernel for what is computed with these parts, if their weights are what it takes."""
+    weights = [weight for part in parts for weight in part.parameters()]
+    dtype = weights[0].dtype
+    if dtype not in (torch.float32, torch.float64) or os.environ.get("MELODI_NATIVE") == "0":
         return None
-    if os.environ.get("MELODI_NATIVE") == "0":
-        return None
-    return compiled(weight.dtype, numbers)
+    kernel = compiled(dtype, numbers)
+    return kernel if kernel is not None and kernel.fits(*weights) else None
 
 
 @functools.cache
 def compiled(dtype: torch.dtype, numbers: Numbers) -> Kernel | None:
     compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
-    if compiler is None:
+    runtime = openmp()
+    if compiler is None or runtime is None:
         return None
     flags = flags_for(dtype, numbers)
-    runtime = openmp()
-    source = SOURCE.read_bytes()
-    about = repr((compiler, flags, str(runtime), platform.machine())).encode()
-    name = f"token-{hashlib.sha256(source + about).hexdigest()[:16]}.so"
     try:
-        path = cache_folder() / name
-        if not path.exists():
-            build(compiler, flags, runtime, path)
+        about = repr((compiler, flags, str(runtime), platform.machine())).encode()
+        digest = hashlib.sha256(SOURCE.read_bytes() + about).hexdigest()
+        path = cache_folder() / f"token-{digest[:16]}.so"
+        with contextlib.suppress(OSError, AttributeError):  # not there yet, or damaged
+            return Kernel(ctypes.CDLL(str(path)), dtype)
+        build(compiler, flags, runtime, path)
         return Kernel(ctypes.CDLL(str(path)), dtype)
-    except (OSError, RuntimeError, subprocess.SubprocessError):  # without a home, too
+    # Without a home there is a RuntimeError, in a library without our functions an AttributeError.
+    except (OSError, RuntimeError, AttributeError, subprocess.SubprocessError):
         return None
 
 
@@ -142,7 +156,15 @@ def flags_for(dtype: torch.dtype, numbers: Numbers) -> list[str]:
     double = dtype == torch.float64
     real = [f"-DREAL={'double' if double else 'float'}", f"-DREAL_IS_DOUBLE={int(double)}"]
     instructions = INSTRUCTIONS.get(torch.backends.cpu.get_cpu_capability(), [])
-    return ["-O3", "-fPIC", *REORDERED, *instructions, *real, f"-DNARROW={NARROW[numbers]}"]
+    return [
+        "-std=gnu11",
+        "-O3",
+        "-fPIC",
+        *REORDERED,
+        *instructions,
+        *real,
+        f"-DNARROW={NARROW[numbers]}",
+    ]
 
 
 def openmp() -> Path | None:
@@ -154,19 +176,20 @@ def openmp() -> Path | None:
 def cache_folder() -> Path:
     root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     folder = Path(root) / "melodi"
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    about = folder.stat()
+    if about.st_uid != os.getuid() or about.st_mode & 0o022:
+        raise PermissionError(f"others may write to {folder}: what is there is not loaded")
     return folder
 
 
-def build(compiler: str, flags: list[str], runtime: Path | None, path: Path) -> None:
+def build(compiler: str, flags: list[str], runtime: Path, path: Path) -> None:
     """Under its name when it is whole, whoever else is building it at the same time."""
-    threads = ["-fopenmp"] if runtime else ["-fopenmp-simd"]
-    libraries = ["-lm"] if runtime is None else [str(runtime), "-lm"]
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         compiled, linked = Path(folder) / "token.o", Path(folder) / path.name
         for command in (
-            [compiler, *flags, *threads, "-c", str(SOURCE), "-o", str(compiled)],
-            [compiler, "-shared", str(compiled), *libraries, "-o", str(linked)],
+            [compiler, *flags, "-fopenmp", "-c", str(SOURCE), "-o", str(compiled)],
+            [compiler, "-shared", str(compiled), str(runtime), "-lm", "-o", str(linked)],
         ):
             subprocess.run(command, check=True, capture_output=True, timeout=60)
         linked.replace(path)

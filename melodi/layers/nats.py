@@ -84,8 +84,9 @@ def nats_in_place(logits_cV: Tensor, target_c: Tensor) -> tuple[Tensor, Tensor, 
     place_c1 = target_c.clamp(min=0)[:, None]
     largest_c1, found_c1 = logits_cV.amax(-1, keepdim=True), logits_cV.gather(1, place_c1)
     total_c1 = logits_cV.sub_(largest_c1).exp_().sum(-1, keepdim=True)
-    nats_c1 = (total_c1.log() + largest_c1 - found_c1) * (target_c >= 0)[:, None]
-    return nats_c1[:, 0], total_c1, place_c1
+    # The two logits may be large, their difference is what counts.
+    nats_c1 = total_c1.log() + (largest_c1 - found_c1)
+    return nats_c1[:, 0].masked_fill(target_c < 0, 0), total_c1, place_c1
 
 
 def logits_of(x_nD: Tensor, weight_VD: Tensor, scale: float) -> Tensor:

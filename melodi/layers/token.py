@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from melodi.layers.frame import Layer, Memory, OpenWindow, WindowPart
-from melodi.layers.native import ACTIVATIONS, Kernel, NativeProduct, address
+from melodi.layers.native import ACTIVATIONS, MOST_ROWS, Kernel, NativeProduct, address
 from melodi.layers.products import Numbers, Product
 from melodi.layers.transformer import (
     EPSILON,
@@ -32,8 +32,6 @@ from melodi.layers.transformer import (
 )
 
 BARE = (Block, AttentionScale, FeedForward, Linear, RMSNorm)
-MOST_ROWS = 16
-"""Beyond these, products are of matrices, and torch's are faster than those of token.c."""
 
 
 class TokenLayer(Generic[Memory]):
@@ -124,7 +122,7 @@ class NativeTokenLayer(TokenLayer[Memory]):
         made = [NativeProduct(kernel, product) for product in products]
         lengths_H = None if self.lengths_2H1 is None else self.lengths_2H1[0].contiguous()
         bias_Hk = None if self.bias_1H1k is None else self.bias_1H1k[0, :, 0].contiguous()
-        norms = (block.attention_norm.weight, block.ffn_norm.weight)
+        norms = (block.attention_norm.weight.detach(), block.ffn_norm.weight.detach())
         self.held = (*norms, lengths_H, bias_Hk, made)
         self.slots = layer.past_slots + layer.window
         self.about = kernel.Layer(
@@ -152,7 +150,7 @@ class NativeTokenLayer(TokenLayer[Memory]):
         layer, place, rows = self.layer, part.place, x_BD.size(0)
         assert place is not None
         keys, values, kept = window
-        if rows > MOST_ROWS or not (self._fits(keys) and self._fits(values)):
+        if rows > MOST_ROWS or not self.kernel.fits(x_BD, keys, values):
             return super().__call__(x_BD, memory, window, part, seen, distances)
         if self.recalls:
             x_BD = self._plain(layer.recall(x_BD[:, None], memory, part)[:, 0])
@@ -182,10 +180,6 @@ class NativeTokenLayer(TokenLayer[Memory]):
 
     def _plain(self, tensor: Tensor) -> Tensor:
         return tensor.to(self.kernel.dtype).contiguous()
-
-    def _fits(self, tensor: Tensor) -> bool:
-        """The kernel sees an address, and takes the rest for granted."""
-        return tensor.dtype == self.kernel.dtype and tensor.is_contiguous()
 
 
 class TokenNorm:
