@@ -122,7 +122,7 @@ class Scale:
 
 LAPTOP = Scale(
     name="laptop",
-    width=128,
+    width=256,
     num_heads=4,
     layers=6,
     counted_layers=13,
