@@ -38,6 +38,8 @@ INSTRUCTIONS = {
 """By what torch says of the processor; elsewhere what the compiler takes for granted."""
 # Sums may be reordered. Not -ffast-math: loading would change how the whole process rounds.
 REORDERED = ["-fassociative-math", "-fno-signed-zeros", "-fno-trapping-math", "-fno-math-errno"]
+PLAIN = (Tensor, nn.Parameter)
+"""A parameter of another kind of tensor has that kind's type."""
 MOST_ROWS = 16
 """Beyond these, products are of matrices, and torch's are faster."""
 NARROW: dict[Numbers, int] = {"fp32": 0, "bf16": 2, "int8": 1}
@@ -79,7 +81,7 @@ class Kernel:
     def fits(self, *tensors: Tensor) -> bool:
         """Whether these are what the kernel takes addresses for."""
         return all(
-            type(tensor.data) is Tensor
+            type(tensor) in PLAIN
             and tensor.dtype == self.dtype
             and tensor.device.type == "cpu"
             and tensor.is_contiguous()
