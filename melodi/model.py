@@ -79,7 +79,7 @@ class LanguageModel(nn.Module):
             randomise(table_SD, 0.25)
             self.register_parameter(self.table, table_SD)
         biased = [i for i, kind in enumerate(config.layers) if KINDS[kind].biased(config)]
-        self.position_bias = RelativePositionBias(config.num_heads, biased)
+        self.position_bias = RelativePositionBias(config, biased)
         self.layers = nn.ModuleList(make_layer(config, i) for i in range(len(config.layers)))
         self.final_norm = RMSNorm(config.width)
 

@@ -131,3 +131,24 @@ def test_mixers_start_by_handing_on_tokens(mixer: str) -> None:
     torch.testing.assert_close(new.m_BLD, x[:, [apart - 1, 2 * apart - 1]])
     random = LongTermLayer(replace(config, dialect=f"{dialect},mixer_start=random"), layer.index)
     assert not torch.allclose(random.branch(x, u_hat).z_BSD, last)
+
+
+@pytest.mark.parametrize("attention", ["scaled", "normalised", "normalised-root"])
+def test_the_position_bias_starts_near(attention: str) -> None:
+    """Before training the bias adds the same logits whatever scale it is multiplied by: of four
+    heads one is drawn to the token before, two to what is near, one to nothing."""
+    dialect = f"default,attention={attention}"
+    config = replace(KINDS["melodi"], dialect=dialect, num_heads=4)
+    model = LanguageModel(config)
+    distances = torch.arange(100)[None, :, None]
+    for i, bias in model.position_bias(range(len(model.stack)), distances).items():
+        logits_HT = model.stack[i].block.scale.bias(bias)[0, :, :, 0]
+        before, steep, gentle, level = logits_HT
+        assert before.argmax() == 1
+        assert (before > 3).sum() == 1
+        torch.testing.assert_close(steep[:16], -torch.arange(16.0) / 4)
+        torch.testing.assert_close(gentle[:16], -torch.arange(16.0) / 16)
+        assert (steep.diff() <= 0).all()
+        assert not level.any()
+    zero = LanguageModel(replace(config, dialect=f"{dialect},bias_start=zero"))
+    assert not any(table.any() for table in zero.position_bias.tables.values())

@@ -19,6 +19,9 @@ class Dialect:
     block_start: Literal["random", "small"]
     """What attention and feed-forward add to the stream before training: something of the size of
     their inputs, or a tenth of it."""
+    bias_start: Literal["zero", "near"]
+    """What the position bias prefers before training: nothing, or in three of four heads what is
+    near, see `near_bias`."""
     gate: Literal["head", "channel"]
     """head: σ(g) per head, on long-term. channel: σ(g) per head and channel, on self-attention."""
     long_term_store: Literal["pairs", "tokens"]
@@ -44,6 +47,7 @@ DIALECTS = {
         mixer="matrix",
         mixer_start="random",
         block_start="random",
+        bias_start="zero",
         gate="head",
         long_term_store="pairs",
         empty_memory="masked",
@@ -58,6 +62,7 @@ DIALECTS = {
         mixer="residual",
         mixer_start="random",
         block_start="random",
+        bias_start="zero",
         gate="channel",
         long_term_store="tokens",
         empty_memory="zeros",
@@ -73,6 +78,7 @@ DIALECTS["default"] = replace(
     DIALECTS["paper"],
     mixer_start="tokens",
     block_start="small",
+    bias_start="near",
     attention="normalised-root",
     embedding="root",
 )

@@ -128,7 +128,8 @@ class ModelConfig:
             if getattr(config, field.name) != field.default
         }
         values["dialect"] = dataclasses.asdict(self.answers)
-        for start in ("mixer_start", "block_start"):  # training leaves nothing of them
+        # Training leaves nothing of where it started.
+        for start in ("mixer_start", "block_start", "bias_start"):
             del values["dialect"][start]
         return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
 

@@ -162,8 +162,7 @@ class AttentionScale(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.root = math.sqrt(config.head_size)
-        kind = config.answers.attention
-        start = {"scaled": None, "normalised": 1.0, "normalised-root": self.root}[kind]
+        start = attention_start(config)
         self.factor = (
             None if start is None else nn.Parameter(torch.full((config.num_heads,), start))
         )
@@ -193,6 +192,12 @@ class AttentionScale(nn.Module):
         return bias_bHtk * self.factor.abs().view(-1, 1, 1)
 
 
+def attention_start(config: ModelConfig) -> float | None:
+    """The learned scale before training; None where there is none."""
+    starts = {"scaled": None, "normalised": 1.0, "normalised-root": math.sqrt(config.head_size)}
+    return starts[config.answers.attention]
+
+
 class FeedForward(nn.Module):
     def __init__(self, config: ModelConfig, bias: bool) -> None:
         super().__init__()
@@ -211,10 +216,13 @@ class RelativePositionBias(nn.Module):
     windows of a segment, also when the layers themselves are sharded.
     """
 
-    def __init__(self, num_heads: int, layers: list[int]) -> None:
+    def __init__(self, config: ModelConfig, layers: list[int]) -> None:
         super().__init__()
+        start_HK = torch.zeros(config.num_heads, NUM_BUCKETS)
+        if config.answers.bias_start == "near":
+            start_HK = near_bias(config.num_heads) / (attention_start(config) or 1.0)
         self.tables = nn.ParameterDict(
-            {str(layer): nn.Parameter(torch.zeros(num_heads, NUM_BUCKETS)) for layer in layers}
+            {str(layer): nn.Parameter(start_HK.clone()) for layer in layers}
         )
 
     def forward(self, layers: Iterable[int], distance_btk: Tensor) -> dict[int, Tensor]:
@@ -280,6 +288,18 @@ def bucket_of_distance(distance: Tensor) -> Tensor:
     # The small addition keeps exact powers (32, 64) from falling into the bucket below.
     coarse = exact + (steps * (NUM_BUCKETS - exact) + 1e-9).long()
     return torch.where(distance < exact, distance.clamp(min=0), coarse.clamp(max=NUM_BUCKETS - 1))
+
+
+def near_bias(num_heads: int) -> Tensor:
+    """A (H, buckets) bias, in logits. Of four heads the first looks at the token before, half of
+    what copying needs; the bias of the next two falls by 1/4 and 1/16 with every token of distance,
+    as in ALiBi; the last sees all alike. Fewer heads are the last ones."""
+    exact = NUM_BUCKETS // 2
+    bucket_K = torch.arange(NUM_BUCKETS)
+    far_K = exact * (MAX_DISTANCE / exact) ** ((bucket_K - exact) / exact)
+    distance_K = torch.where(bucket_K < exact, bucket_K, far_K)
+    starts = [4.0 * (bucket_K == 1), -distance_K / 4, -distance_K / 16, 0.0 * distance_K]
+    return torch.stack([starts[(head - num_heads) % 4] for head in range(num_heads)])
 
 
 @functools.cache
