@@ -75,7 +75,7 @@ class Turn(NamedTuple):
         """The same for the layers, with what `counters` gave for it."""
         windows_read_B, position_B, length_B, full_B = counters_4B.unbind()
         return WindowPart(
-            whole=self.whole,
+            all_close=bool(self.full_B.all()),
             opens=bool((self.position_B == 0).any()),
             closes=bool(self.full_B.any()),
             fewest_windows=0 if static_shapes else int(self.windows_read_B.min()),
@@ -104,7 +104,7 @@ def next_part(state: MemoryState, device: torch.device) -> WindowPart | None:
         return None
     windows, rows = state.windows_B.tolist(), state.batch_size
     return WindowPart(
-        whole=False,
+        all_close=False,
         opens=False,
         closes=False,
         fewest_windows=min(windows),

@@ -68,8 +68,8 @@ class Probe:
 class WindowPart:
     """What all layers need to know of the tokens being read: at most one window per row."""
 
-    whole: bool
-    """Every row reads exactly one whole window."""
+    all_close: bool
+    """Every row fills its window."""
     opens: bool
     """Some row begins a window."""
     closes: bool
@@ -94,7 +94,7 @@ class WindowPart:
     def commit(self, new: Tensor, old: Tensor) -> Tensor:
         """The new memory in rows that fill their window, the old one in the others."""
         new = new.to(old.dtype)
-        return new if self.whole else where_rows(self.full_B, new, old)
+        return new if self.all_close else where_rows(self.full_B, new, old)
 
     def put(self, new: Tensor, window: Tensor, dim: int, past: int = 0) -> Tensor:
         """The open window with the part's context tokens in their slots, which lie along `dim`
