@@ -230,7 +230,7 @@ class LanguageModel(nn.Module):
             elif opened is None:
                 opened, fill = self._empty_windows(rows_count), Fill(open_B)
             part = turn.part(counters_4B, self.static_shapes, in_place, probe)
-            seen = self._sights(turn, known)
+            seen = self._sights(turn, known, masked=probe is not None)
             window = run(rows.tokens(turn), memory, opened, part, seen)
             memory, opened = window.memory, window.opened
             rows.add(window.x_BtD, turn)
@@ -276,10 +276,11 @@ class LanguageModel(nn.Module):
         )
 
     def _sights(
-        self, turn: Turn, known: dict[tuple[object, ...], tuple[Sight, ...]]
+        self, turn: Turn, known: dict[tuple[object, ...], tuple[Sight, ...]], masked: bool
     ) -> tuple[Sight, ...]:
-        """Who sees what in this turn; built once for those that are alike."""
-        if not self.static_shapes:
+        """Who sees what in this turn; built once for those that are alike. Single tokens need no
+        mask, unless one is asked for."""
+        if not self.static_shapes and not masked:
             place, windows = turn.token_place, turn.windows_read_B.tolist()
             if place is not None:
                 of_token = token_sights(self.config, self.position_bias, place, windows)

@@ -155,6 +155,7 @@ class Run:
             {
                 "preset": preset,
                 "model": model.to_dict(),
+                "answers": dataclasses.asdict(model.answers),
                 "train": dataclasses.asdict(train),
                 "data": {
                     "path": str(store.path.resolve()),
@@ -204,6 +205,11 @@ class Run:
             return from_dict(cls, self.read_config()[key])
         except (TypeError, ValueError) as error:
             raise ValueError(f"{self.folder / CONFIG} is damaged in {key!r}: {error}") from None
+
+    def answers(self) -> dict[str, Any] | None:
+        """What the name of its dialect meant when the run was begun; None where an earlier version
+        did not say."""
+        return self.read_config().get("answers")
 
     def open_store(self, path: str | Path | None = None) -> TokenStore:
         """The run's own store, or another that was made with the same tokenizer."""

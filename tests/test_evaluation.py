@@ -7,10 +7,10 @@ import pytest
 import torch
 from numpy.typing import NDArray
 from tiny_runs import make_store, model_config
-from zoo import KINDS
+from zoo import KINDS, VOCAB, WINDOW, make
 
 from melodi import LanguageModel
-from melodi.data.store import TokenStore
+from melodi.data.store import Documents, TokenStore
 from melodi.evaluation import intervals
 from melodi.evaluation.documents import evaluate
 from melodi.evaluation.drops import PARTS, remaining, without
@@ -203,3 +203,11 @@ def test_attention_says_what_it_is_of(store: TokenStore, model: LanguageModel) -
     assert window < found["tokens"] <= 4 * 16 * window
     assert 0 < found["shares"]["past"] < 1
     assert any("/age/2" in name for name in found["shares"])
+
+
+@pytest.mark.parametrize("rest", [0, 1, 2])
+def test_attention_of_any_length(rest: int) -> None:
+    """Also where the last window holds a single token, which needs no mask otherwise."""
+    tokens = np.random.default_rng(0).integers(0, VOCAB, 3 * WINDOW + rest)
+    found = attention(make(KINDS["melodi"]), Documents.in_memory([tokens]), [0])
+    assert 0 < found["shares"]["past"] < 1

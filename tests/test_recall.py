@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from test_cli import printed, refused
-from tiny_runs import make_store, start
+from tiny_runs import flip, make_store, start
 from zoo import KINDS
 
 from melodi import LanguageModel, ModelConfig
@@ -271,6 +271,8 @@ def test_recall_command(
     assert "laptop-melodi" in capsys.readouterr().out
     message = refused(capsys, f"{command} --seed 1")
     assert "was made with other settings: choose another --out" in message
+    unknown = f"recall needle --presets laptop-melodi nope --out {tmp_path}/n --steps 2"
+    assert "nope" in refused(capsys, unknown)  # before anything is trained, which would fail here
     assert "are measured on runs" in refused(capsys, f"recall forgetting --out {tmp_path}/r")
     message = refused(capsys, f"recall copy --run {tmp_path} --out {tmp_path}/r")
     assert "choose one of forgetting, passkey" in message
@@ -295,6 +297,12 @@ def test_forgetting_of_runs(runs: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert records[0]["curve"][0].keys() >= {"first", "again", "remembered", "tokens"}
     assert len(list((runs / "r" / "forgetting-of-runs").glob("*.json"))) == 2
     assert (runs / "r" / "forgetting-of-runs.png").exists()
+    message = refused(capsys, f"{command} --out {runs}/r --window 99")
+    assert "--window is for tiny models, and --run asks runs" in message
+    flip(runs / "store" / "train.tokens")
+    message = refused(capsys, f"{command} --out {runs}/r")
+    flip(runs / "store" / "train.tokens")
+    assert "checksum" in message
 
 
 @pytest.mark.slow

@@ -149,6 +149,47 @@ def test_equal_rows_are_equal_within_bounds(tmp_path: Path) -> None:
     }
 
 
+def test_equal_on_average_is_not_equal(tmp_path: Path) -> None:
+    """Two seeds that differ in opposite directions are not “as good as” because they cancel."""
+    apart = lambda label, seed: (0.1 if seed == 1 else -0.1) * (label == "layer 5")  # noqa: E731
+    folder = make_recipe(tmp_path, "long-term-position", apart, seeds=2)
+    (verdict,) = (v for v in judge_all(gather(folder)) if v.claim.better[0] == "layer 5")
+    assert (verdict.mark, verdict.why) == ("undecided", "seed 1, 2 says the opposite")
+
+
+def test_gains_of_one_seed_need_twice_the_distance(tmp_path: Path) -> None:
+    """Four runs that each are off by a little can make a gain look large."""
+    off = {"8 windows": -0.05, "32 windows": 0.05, "128 windows": -0.05}
+    level = "32 to 128 windows gain less than 8 to 32"
+    for times, expected in ((1, "undecided"), (-3, "✓")):
+        effect = lambda label, _: times * off.get(label, 0.0)  # noqa: B023, E731
+        folder = make_recipe(tmp_path / expected, "coverage", effect)
+        found = {v.claim.words: v for v in judge_all(gather(folder))}
+        assert found[level].mark == expected
+        assert found[level].difference is not None
+        assert abs(found[level].difference.value) > 0.15
+
+
+def test_rows_without_a_common_seed_are_not_compared(tmp_path: Path) -> None:
+    """However far apart they are."""
+    each = lambda label, seed: float(seed) if ("no" in label) == (seed == 1) else None  # noqa: E731
+    folder = make_recipe(tmp_path, "branching", each, seeds=2)
+    verdicts = judge_all(gather(folder))
+    assert {v.mark for v in verdicts} == {"undecided"}
+    assert verdicts[0].why == "no seed that all of its rows have"
+
+
+def test_the_first_row_stands_in_for_the_reference(tmp_path: Path) -> None:
+    """Where the row that all are compared with is not there, another is, and the page says so."""
+    some = lambda label, _: None if label == "Melodi S128+L64" else 0.0  # noqa: E731
+    folder = make_recipe(tmp_path, "baselines", some)
+    write_report(folder)
+    page = (folder / "report.md").read_text()
+    assert "less those of Transformer-XL, paired" in page
+    assert "Of 12 claims about perplexity" in page
+    assert "claims about memory, which is counted and needs no run, " in page
+
+
 def test_gains_are_compared(tmp_path: Path) -> None:
     """A claim about two gains: the queue helps until 32 windows and then levels off, or not."""
 
@@ -270,7 +311,7 @@ def test_a_report_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyP
     folder = make_recipe(tmp_path, "branching", with_branching(0.3))
     html, markdown = write_report(folder)
     assert "<img" not in html.read_text()
-    assert "Of 2 claims 2 hold." in markdown.read_text()
+    assert "Of 2 claims about perplexity 2 hold." in markdown.read_text()
 
 
 def test_damaged_recipes_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

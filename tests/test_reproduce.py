@@ -441,6 +441,67 @@ def test_other_runs_are_refused(
     assert "its width is 16, not 32" in refused(capsys, command("branching", store, tmp_path))
 
 
+@pytest.mark.usefixtures("_no_pictures")
+def test_a_dialect_that_has_changed_is_another_run(
+    store: TokenStore, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What "default" meant is kept with a run; one in which it meant something else is not put into
+    a table with those of today, and not repeated as if it could be."""
+    line = command("branching", store, tmp_path, "--rows 'ST, branching'")
+    printed(capsys, line)
+    path = tmp_path / "branching" / "st-branching-seed1" / "config.json"
+    config = read_json(path)
+    assert config["answers"]["bias_start"] == "near"
+    config["answers"]["bias_start"] = "zero"
+    path.write_text(json.dumps(config))
+    told = "a version in which dialect 'default' had another bias_start"
+    assert told in refused(capsys, line)
+    again = f"reproduce '{path.parent}' --out '{tmp_path}/again'"
+    assert f"{told}: check out its commit" in refused(capsys, again)
+    systems = settings_for("systems", TINY, store)
+    assert plan(systems, tmp_path)[0].folder.parent.name == "systems"
+    del config["answers"]
+    path.write_text(json.dumps(config))
+    assert "did not say what dialect 'default' meant" in refused(capsys, line)
+
+
+@pytest.mark.usefixtures("_no_pictures")
+def test_all_rows_are_evaluated_on_the_same_documents(
+    store: TokenStore,
+    tmp_path: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A part of the rows is not evaluated on other documents than the rest, and a record of another
+    store is not taken for one of the recipe's."""
+    one, two = "--rows 'ST, branching'", "--rows 'ST, branching' 'ST+LT, branching'"
+    printed(capsys, command("branching", store, tmp_path, f"{two} --eval-tokens 20"))
+    line = refused(capsys, command("branching", store, tmp_path, one))
+    assert "was evaluated with --split test --eval-tokens 20: give the same" in line
+    assert "done already" in printed(
+        capsys, command("branching", store, tmp_path, f"{one} --eval-tokens 20")
+    )
+    run = tmp_path / "branching" / "st-branching-seed1"
+    other = make_store(tmp_path_factory.mktemp("others"), "poem")
+    printed(capsys, f"eval '{run}' --data '{other.path}' --max-tokens 20 --device cpu")
+    text = printed(capsys, command("branching", store, tmp_path, f"{one} --eval-tokens 20"))
+    assert "done already" not in text
+    assert read_json(run / "partial-eval-test.json")["own_store"]
+
+
+def test_a_run_is_repeated_as_it_was_made(
+    store: TokenStore, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What is said for recipes is not passed over in silence, and nothing is trained."""
+    printed(capsys, command("branching", store, tmp_path, "--rows 'ST, branching'"))
+    run = tmp_path / "branching" / "st-branching-seed1"
+    for flag in ("--list", "--seeds 2", "--tokens 5", "--split validation", "--precision bf16"):
+        line = refused(capsys, f"reproduce '{run}' --out '{tmp_path}/again' {flag}")
+        assert f"{flag.split()[0]} is for recipes: a run is repeated as it was made" in line
+    assert "is the run itself" in refused(capsys, f"reproduce '{run}' --out '{run}'")
+    assert not (tmp_path / "again").exists()
+
+
 def test_mistakes_are_one_line(
     store: TokenStore, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -13,6 +13,7 @@ from melodi.files import json_text, read_json, write_json
 
 TaskName = Literal["passkey", "needle", "mqar", "facts", "rewrite", "copy", "forgetting"]
 OF_RUNS = ("forgetting", "passkey")
+OF_TINY_MODELS = ("presets", "steps", "window", "windows")
 PRESETS = (
     "laptop-melodi",
     "laptop-memorizing",
@@ -70,6 +71,10 @@ def recall(args: list[str]) -> None:
             f"--run with {options.task}: a run knows no such tokens; choose one of "
             f"{', '.join(OF_RUNS)}"
         )
+    if options.run:
+        for field in dataclasses.fields(options):
+            if field.name in OF_TINY_MODELS and getattr(options, field.name) != field.default:
+                raise ValueError(f"--{field.name} is for tiny models, and --run asks runs: drop it")
     folder = options.out / (f"{options.task}-of-runs" if options.run else options.task)
     folder.mkdir(parents=True, exist_ok=True)
     records = asked_runs(options, folder) if options.run else trained(options, folder)
@@ -98,7 +103,7 @@ def trained(options: RecallArgs, folder: Path) -> list[dict[str, Any]]:
     from melodi.training.tiny import OPTIMIZER, tiny_config
 
     chosen = task(options.task, Sizes(options.window, options.windows))
-    found = []
+    planned = []
     for name in options.presets:
         config = tiny_config(preset(name), chosen)
         settings = {
@@ -111,7 +116,9 @@ def trained(options: RecallArgs, folder: Path) -> list[dict[str, Any]]:
             "seed": options.seed,
         }
         path = folder / f"{name}.json"
-        record = finished(path, settings)
+        planned.append((name, config, settings, path, finished(path, settings)))
+    found = []
+    for name, config, settings, path, record in planned:
         if record is None:
             record = {"name": name, "settings": settings, **learned(name, config, chosen, options)}
             write_json(path, record)
@@ -182,7 +189,9 @@ def asked_runs(options: RecallArgs, folder: Path) -> list[dict[str, Any]]:
     found = []
     for path in options.run:
         model, run = load(path), Run(path)
-        documents = run.open_store(options.data).split(options.split)
+        store = run.open_store(options.data)
+        store.verify(options.split)
+        documents = store.split(options.split)
         record: dict[str, Any] = {"name": str(path), "split": options.split}
         if options.task == "forgetting":
             record["curve"] = forgetting(model, documents, rows=options.rows)

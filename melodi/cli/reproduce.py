@@ -1,5 +1,6 @@
 """`melodi reproduce`: a table or figure of the paper, as a plan or as runs and a report."""
 
+import dataclasses
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -20,6 +21,10 @@ if TYPE_CHECKING:
     from melodi.data.store import TokenStore
     from melodi.paper.estimate import Estimate
     from melodi.paper.plan import Settings
+
+
+OF_A_RUN = ("name", "data", "out", "threads", "device")
+"""What can be said where a run is repeated."""
 
 
 @dataclass
@@ -141,6 +146,10 @@ def repeat_run(options: ReproduceArgs) -> None:
     from melodi.training.distributed import processes
 
     run = Run(options.name)
+    for field in dataclasses.fields(options):
+        if field.name not in OF_A_RUN and getattr(options, field.name) != field.default:
+            flag = field.name.replace("_", "-")
+            raise ValueError(f"--{flag} is for recipes: a run is repeated as it was made")
     environment = run.folder / ENVIRONMENT
     threads = read_json(environment).get("cpu_threads") if environment.exists() else None
     use_threads(options.threads or threads)

@@ -71,6 +71,7 @@ def evaluate_run(
     for name, value in (("rows", rows), ("max_tokens", max_tokens)):
         if value is not None and value < 1:
             raise ValueError(f"{name}={value} must be at least 1")
+    about = described(run, store, split, max_tokens)  # now: a training may put new weights there
     documents = store.split(split)
     chosen = choose(documents, max_tokens)
     if not chosen:
@@ -85,7 +86,7 @@ def evaluate_run(
                 passes.append(read(left, part))
         shares = attention(model, documents, chosen)
     return {
-        **described(run, store, split, max_tokens),
+        **about,
         "precision": found,
         **figures(passes),
         "gates": gates(model),

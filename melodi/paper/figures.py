@@ -151,8 +151,8 @@ def categories(results: Results) -> list[str]:
 
 def around(row: RowResult, results: Results) -> tuple[float, float]:
     """How far the bar of a row reaches below and above its perplexity."""
-    reference = results[results.recipe.reference]
-    if not reference.evaluated or row is reference:
+    reference = results.reference
+    if reference is None or row is reference:
         return 0.0, 0.0
     low, value, high = results.difference(row, reference)
     if low is None or high is None:

@@ -91,19 +91,23 @@ def settings_for(name: str, scale: Scale, store: TokenStore | None, **choices: A
     return Settings(name, scale, store.vocab_size, store=path, train_checksum=checksum, **choices)
 
 
-def plan(settings: Settings, out: Path, labels: Sequence[str] = ()) -> list[Planned]:
+def plan(
+    settings: Settings, out: Path, labels: Sequence[str] = (), exact: bool = True
+) -> list[Planned]:
     """The runs of the rows with these labels, or of all, seed by seed: every row is there once
-    before any is there twice."""
+    before any is there twice. A report is not exact about what a dialect meant when other recipes'
+    runs were made."""
     recipe = recipe_named(settings.recipe)
     rows = chosen_rows(recipe, labels)
-    trained = known_runs(out)
+    trained = known_runs(out, exact)
     planned = []
     for seed in range(1, settings.seeds + 1):
         for row in rows:
             model, train = configs_of(settings, row, seed)
             folder = out / recipe.name / f"{slug(row.label)}-seed{seed}"
             if not Run(folder).exists:
-                twin = trained.get(identity(model, train, settings.train_checksum))
+                answers = dataclasses.asdict(model.answers) if exact else None
+                twin = trained.get(identity(model, train, settings.train_checksum, answers))
                 folder = twin or folder
             planned.append(Planned(row, seed, folder, model, train))
     return planned
@@ -135,19 +139,24 @@ def slug(label: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", label.lower().replace("×", "x")).strip("-")
 
 
-def identity(model: ModelConfig, train: TrainConfig, checksum: str | None) -> str:
+def identity(
+    model: ModelConfig, train: TrainConfig, checksum: str | None, answers: dict[str, Any] | None
+) -> str:
     """Equal for two runs that would have the same result."""
-    parts = [model.to_dict(), dataclasses.asdict(train), checksum]
+    parts = [model.to_dict(), dataclasses.asdict(train), checksum, answers]
     return json.dumps(parts, sort_keys=True)
 
 
-def known_runs(out: Path) -> dict[str, Path]:
+def known_runs(out: Path, exact: bool) -> dict[str, Path]:
     """The runs of all recipes in a folder, by identity."""
     found: dict[str, Path] = {}
     for config in sorted(out.glob("*/*/config.json")):
         if (config.parent.parent / RECIPE).exists():
-            model, train, data = Run(config.parent).configs()
-            found.setdefault(identity(model, train, data["train_checksum"]), config.parent)
+            run = Run(config.parent)
+            model, train, data = run.configs()
+            answers = run.answers() if exact else None
+            key = identity(model, train, data["train_checksum"], answers)
+            found.setdefault(key, config.parent)
     return found
 
 
@@ -160,12 +169,23 @@ def check(planned: Planned, settings: Settings) -> None:
         first_difference(model, planned.model)
         or first_difference(train, planned.train)
         or (data["train_checksum"] != settings.train_checksum and "other training documents")
+        or changed_meaning(planned.run)
     )
     if difference:
         raise ValueError(
             f"{planned.folder} holds another run ({difference}): give the --scale, --tokens and "
             "--data that it was made with, or choose another --out"
         )
+
+
+def changed_meaning(run: Run) -> str:
+    """Whether the run's dialect means something else now than when it was begun, in words."""
+    dialect, answers = run.configs()[0].dialect, run.answers()
+    if answers is None:
+        return f"of a version that did not say what dialect {dialect!r} meant"
+    now = dataclasses.asdict(run.configs()[0].answers)
+    odd = [name for name in now if answers.get(name) != now[name]]
+    return f"of a version in which dialect {dialect!r} had another {odd[0]}" if odd else ""
 
 
 def first_difference(ours: Any, wanted: Any) -> str:
@@ -200,7 +220,12 @@ def is_evaluated(planned: Planned, settings: Settings) -> bool:
     if not path.exists():
         return False
     record = read_json(path)
-    if "per_document" not in record or record.get("max_tokens") != settings.eval_tokens:
+    same = (
+        record.get("max_tokens") == settings.eval_tokens
+        and record.get("own_store", True)
+        and record.get("precision", planned.train.precision) == planned.train.precision
+    )
+    if not same or "per_document" not in record:
         return False
     try:
         step = read_header(weights_file(planned.folder)).get("step")

@@ -38,7 +38,8 @@ def report_blocks(results: Results, folder: Path) -> list[Block]:
     blocks: list[Block] = [Paragraph(introduction(results)), main_table(results)]
     blocks += [Paragraph(line) for line in (table_notes(results), *results.recipe.remarks)]
     if draw_figure(results, figure):
-        bars = f"Bars: 95 % interval of the paired difference to {results.recipe.reference}."
+        assert results.reference is not None, "a figure has points"
+        bars = f"Bars: 95 % interval of the paired difference to {results.reference.row.label}."
         blocks += [Heading("Figure"), Picture(figure, f"{results.recipe.title}. {bars}")]
     if verdicts:
         blocks += [Heading("What the paper claims"), Paragraph(summary(verdicts))]
@@ -47,8 +48,8 @@ def report_blocks(results: Results, folder: Path) -> list[Block]:
     if draw_losses(results, losses):
         blocks += [Heading("Loss"), Picture(losses, "Loss of every run, without its first fifth.")]
     blocks += [Heading("Runs"), runs_table(results, folder)]
-    again = f"melodi reproduce {results.recipe.name}/ROW-seedK --out AGAIN"
-    blocks.append(Paragraph(f"`{again}` trains a run once more, and compares."))
+    again = f"melodi reproduce DIR/{results.recipe.name}/ROW-seedK --out AGAIN"
+    blocks.append(Paragraph(f"{again} trains a run once more, and compares; DIR is where this is."))
     blocks += [Heading("How the rows differ"), differences_table(results)]
     return blocks
 
@@ -86,9 +87,9 @@ def paper_cells(row: RowResult, results: Results) -> list[str]:
 def our_cells(row: RowResult, results: Results) -> list[str]:
     if not row.evaluated:
         return [progress(row), *[NOTHING] * 5]
-    reference = results[results.recipe.reference]
+    reference = results.reference
     difference = [NOTHING, NOTHING]
-    if reference.evaluated and row is not reference:
+    if reference is not None and row is not reference:
         found = results.difference(row, reference)
         difference = [f"{found.value:+.4f}", ends(found, "+.4f")]
     return [
@@ -127,13 +128,15 @@ def cost_cells(row: RowResult) -> list[str]:
 
 
 def table_notes(results: Results) -> str:
+    reference = results.reference
+    to = results.recipe.reference if reference is None else reference.row.label
     return (
         "Rows are named by the paper's sizes; the last table has those of this scale. "
         "Ours: perplexity, the nats of each document averaged over seeds; interval: bootstrap over "
-        f"documents. Δ nats: nats per token less those of {results.recipe.reference}, paired over "
-        "documents; below zero is better. Without memory: memory dropped at every window. Time: "
-        "training steps of one run. The paper's numbers are of other corpora, sizes and "
-        "vocabularies: only orderings can be compared."
+        f"documents. Δ nats: nats per token less those of {to}, paired over documents and over the "
+        "seeds that both rows have; below zero is better. Without memory: memory dropped at every "
+        "window. Time: training steps of one run. The paper's numbers are of other corpora, sizes "
+        "and vocabularies: only orderings can be compared."
     )
 
 
@@ -144,9 +147,16 @@ def summary(verdicts: list[Verdict]) -> str:
         "undecided": "are undecided",
         "not run": "have not been run",
     }
-    marks = [verdict.mark for verdict in verdicts]
-    parts = [f"{marks.count(mark)} {word}" for mark, word in words.items() if mark in marks]
-    return f"Of {len(verdicts)} claims {', '.join(parts)}."
+
+    def counted(what: str, some: list[Verdict]) -> str:
+        marks = [verdict.mark for verdict in some]
+        parts = [f"{marks.count(mark)} {word}" for mark, word in words.items() if mark in marks]
+        return f"Of {len(some)} claims about {what} {', '.join(parts)}."
+
+    memory = [verdict for verdict in verdicts if verdict.claim.kind == "memory"]
+    losses = [verdict for verdict in verdicts if verdict.claim.kind != "memory"]
+    about = (("perplexity", losses), ("memory, which is counted and needs no run,", memory))
+    return " ".join(counted(what, some) for what, some in about if some)
 
 
 def claims_table(verdicts: list[Verdict]) -> Table:

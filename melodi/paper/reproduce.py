@@ -14,8 +14,16 @@ from melodi.config.training import Execution
 from melodi.data.store import TokenStore
 from melodi.evaluation.record import evaluate_run, write_record
 from melodi.files import locked, read_json
-from melodi.paper.plan import RECIPE, Planned, Settings, check, plan, state_of
-from melodi.run import Run, load
+from melodi.paper.plan import (
+    RECIPE,
+    Planned,
+    Settings,
+    changed_meaning,
+    check,
+    plan,
+    state_of,
+)
+from melodi.run import ENVIRONMENT, Run, load
 from melodi.training.distributed import Processes
 from melodi.training.trainer import train
 
@@ -38,6 +46,7 @@ def reproduce(
     for one in [*planned, *plan(settings, out)]:
         check(one, settings)
     if group.first:
+        check_documents(settings, out, labels)
         note(settings, out / settings.recipe)
     group.barrier()
     left: list[str] = []
@@ -53,10 +62,28 @@ def reproduce(
             try:
                 with told_how_to_go_on(title):
                     make(one, settings, store, group)
-            except ValueError as error:
+            except (ValueError, FileNotFoundError) as error:
                 left.append(f"{title}: {error}")
                 say(left[-1])
     return left
+
+
+def check_documents(settings: Settings, out: Path, labels: Sequence[str]) -> None:
+    """Refuses to evaluate these rows on other documents than the rest of the table."""
+    folder = out / settings.recipe
+    if not (folder / RECIPE).exists():
+        return
+    before = Settings.read(folder)
+    if (before.split, before.eval_tokens) == (settings.split, settings.eval_tokens):
+        return
+    for one in plan(replace(settings, seeds=max(settings.seeds, before.seeds)), out):
+        redone = (not labels or one.row.label in labels) and one.seed <= settings.seeds
+        if not redone and one.run.started and state_of(one, before) == "done":
+            tokens = "" if before.eval_tokens is None else f" --eval-tokens {before.eval_tokens}"
+            raise ValueError(
+                f"{one.folder} was evaluated with --split {before.split}{tokens or ' alone'}: give "
+                "the same, or no --rows, so that all rows of the report have the same documents"
+            )
 
 
 def note(settings: Settings, folder: Path) -> None:
@@ -101,9 +128,18 @@ def repeat(
     """Trains the run of a folder once more, in another one, and evaluates it on the same
     documents: file name, perplexity then and perplexity now of every record."""
     run, again = Run(folder), Run(out)
-    records = {path.name: read_json(path) for path in sorted(folder.glob("*eval-*.json"))}
+    if out.resolve() == folder.resolve():
+        raise ValueError(f"--out {out} is the run itself: choose another folder")
+    if changed := changed_meaning(run):
+        path = folder / ENVIRONMENT
+        commit = read_json(path).get("commit") if path.exists() else None
+        raise ValueError(f"{folder} is {changed}: check out its commit, {commit}, to repeat it")
+    found = {path.name: read_json(path) for path in sorted(folder.glob("*eval-*.json"))}
+    records = {name: record for name, record in found.items() if record.get("own_store", True)}
     if not records:
-        raise ValueError(f"{folder} has no evaluation to compare with: melodi eval {folder}")
+        raise ValueError(
+            f"{folder} has no evaluation on its own store to compare with: melodi eval {folder}"
+        )
     model, config, _ = run.configs()
     pairs = []
     with told_how_to_go_on(str(out)):

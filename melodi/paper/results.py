@@ -82,7 +82,11 @@ class RowResult:
         """Those of all seeds, which must have read the same."""
         sets = {run.documents for run in self.evaluated}
         if len(sets) != 1:
-            raise ValueError(f"the seeds of {self.row.label!r} were evaluated on other documents")
+            folders = ", ".join(str(run.planned.folder) for run in self.evaluated)
+            raise ValueError(
+                f"{folders} were evaluated on other documents: remove their records (eval-*.json), "
+                "and run the recipe again"
+            )
         return sets.pop()
 
     @cached_property
@@ -123,6 +127,12 @@ class Results:
     def evaluated(self) -> list[RowResult]:
         return [row for row in self.rows if row.evaluated]
 
+    @property
+    def reference(self) -> RowResult | None:
+        """The row that others are compared with: the recipe's, or else the first that is there."""
+        wanted = self[self.recipe.reference]
+        return wanted if wanted.evaluated else next(iter(self.evaluated), None)
+
     def difference(self, a: RowResult, b: RowResult) -> Interval:
         """Nats per token of a less those of b, document by document: below zero, a is better."""
         check_same([a, b])
@@ -143,9 +153,10 @@ def check_same(rows: list[RowResult]) -> None:
     first = rows[0]
     for other in rows[1:]:
         if other.documents != first.documents:
+            folders = [str(row.evaluated[0].planned.folder) for row in (first, other)]
             raise ValueError(
-                f"{first.row.label!r} and {other.row.label!r} were evaluated on other documents: "
-                "evaluate both again"
+                f"{' and '.join(folders)} were evaluated on other documents: remove their records "
+                "(eval-*.json), and run the recipe again"
             )
 
 
@@ -153,7 +164,7 @@ def gather(folder: Path) -> Results:
     """What is there of a recipe, in DIR/NAME."""
     settings = Settings.read(folder)
     recipe = recipe_named(settings.recipe)
-    planned = plan(settings, folder.parent)
+    planned = plan(settings, folder.parent, exact=False)
     rows = []
     for row in recipe.rows:
         own = [one for one in planned if one.row is row]

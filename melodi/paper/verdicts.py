@@ -3,8 +3,9 @@
 An ordering is decided by the paired difference over documents, pooled over seeds: ✓ if its 95 %
 interval lies on the paper's side of zero, ✗ if on the other. Documents say nothing about how much
 another seed would change, so an ordering that some seed alone would turn around stays undecided,
-and one that a single seed shows, unless it is larger than two runs of one row have differed.
-Two rows are equal (✓) if the whole interval is within EQUAL of zero, and not (✗) if none of it is.
+and one that a single seed shows, unless it is larger than runs of the same rows have differed.
+Two rows are equal (✓) if the whole interval is within EQUAL of zero, and not (✗) if none of it is;
+with the same of every seed.
 Memory is counted, and needs no run.
 """
 
@@ -58,16 +59,22 @@ def judge(claim: Claim, results: Results) -> Verdict:
     check_same(rows)
     predictions = counts(rows[0].documents)
     seeds = common_seeds(rows)
+    if not seeds:
+        return Verdict(claim, "undecided", why="no seed that all of its rows have")
     pool = paired(total(better, seeds), total(worse, seeds), predictions)
     by_seed = seed_differences(better, worse, predictions)
-    if len(by_seed) < 2 and not beyond(pool, BETWEEN_RUNS):
+    # A gain is a difference of two differences, and so of twice as many runs.
+    if len(by_seed) < 2 and not beyond(pool, BETWEEN_RUNS * len(better)):
         why = "one seed: two runs of a row can differ by as much"
         return Verdict(claim, "undecided", pool, why, len(by_seed))
+    mark: Mark
     if claim.kind == "equal":
-        return Verdict(claim, equal_mark(pool), pool, seeds=len(by_seed))
-    mark: Mark = {-1: "✓", 0: "undecided", 1: "✗"}[pool.sign]  # type: ignore[assignment]
-    against = [seed for seed, value in by_seed.items() if value * pool.value < 0]
-    if pool.sign and against:
+        mark = equal_mark(pool)
+        against = [s for s, value in by_seed.items() if (abs(value) <= EQUAL) != (mark == "✓")]
+    else:
+        mark = {-1: "✓", 0: "undecided", 1: "✗"}[pool.sign]  # type: ignore[assignment]
+        against = [seed for seed, value in by_seed.items() if value * pool.value < 0]
+    if mark != "undecided" and against:
         why = f"seed {', '.join(map(str, against))} says the opposite"
         return Verdict(claim, "undecided", pool, why, len(by_seed))
     return Verdict(claim, mark, pool, seeds=len(by_seed))
