@@ -13,7 +13,7 @@ from melodi.files import json_text, read_json, write_json
 
 TaskName = Literal["passkey", "needle", "mqar", "facts", "rewrite", "copy", "forgetting"]
 OF_RUNS = ("forgetting", "passkey")
-OF_TINY_MODELS = ("presets", "steps", "window", "windows")
+OF_TINY_MODELS = ("presets", "steps", "window", "windows", "facts")
 PRESETS = (
     "laptop-melodi",
     "laptop-memorizing",
@@ -37,14 +37,16 @@ class RecallArgs:
     """A token store made with the runs' tokenizer; each run's own when not given."""
     split: Literal["train", "validation", "test"] = "test"
     """Which documents of the store, with --run."""
-    steps: int = 2000
-    """Updates of the weights."""
+    steps: int = 600
+    """Updates of the weights; fewer where nothing is left to learn."""
     rows: int = 32
     """Documents in each step; with --run, documents that are read."""
-    window: int = 16
+    window: int = 8
     """Tokens of a window."""
-    windows: int = 8
+    windows: int = 6
     """Windows of a document."""
+    facts: int = 1
+    """Facts and questions of a window, where it has several; with more, all kinds learn later."""
     seed: int = 0
     threads: int | None = None
     """CPU threads; torch's own choice when not given."""
@@ -102,7 +104,7 @@ def trained(options: RecallArgs, folder: Path) -> list[dict[str, Any]]:
     from melodi.evaluation.tasks import Sizes, task
     from melodi.training.tiny import OPTIMIZER, tiny_config
 
-    chosen = task(options.task, Sizes(options.window, options.windows))
+    chosen = task(options.task, Sizes(options.window, options.windows, facts=options.facts))
     planned = []
     for name in options.presets:
         config = tiny_config(preset(name), chosen)
