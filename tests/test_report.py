@@ -214,6 +214,9 @@ def test_memory_is_counted(tmp_path: Path) -> None:
     assert {v.mark for v in verdicts if v.claim.kind == "better"} == {"not run"}
     assert verdicts[0].why == "not run: Melodi S192+L32, Transformer-XL"
     assert "✓" in {v.mark for v in verdicts if v.claim.kind == "memory"}
+    assert "✗" not in {v.mark for v in verdicts if v.claim.kind == "memory"}
+    kept = "at the paper's sizes, which this scale does not keep"
+    assert any(kept in v.why for v in verdicts if v.mark == "undecided")
 
 
 def test_other_documents_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
