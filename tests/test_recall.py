@@ -6,11 +6,13 @@ import json
 import shlex
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from test_cli import printed, refused
+from test_reproduce import last_line
 from tiny_runs import flip, make_store, start
 from zoo import KINDS
 
@@ -276,6 +278,26 @@ def test_recall_command(
     assert "are measured on runs" in refused(capsys, f"recall forgetting --out {tmp_path}/r")
     message = refused(capsys, f"recall copy --run {tmp_path} --out {tmp_path}/r")
     assert "choose one of forgetting, passkey" in message
+
+
+def test_a_model_that_fails_does_not_stop_the_others(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others are trained, written and drawn; what failed is said at the end."""
+    pytest.importorskip("matplotlib")
+    learn = tiny.learn
+
+    def diverges(config: ModelConfig, *args: Any, **more: Any) -> Learned:
+        if "armt" in config.layers:
+            raise ValueError("the loss became nan at step 1: lower peak=0.02")
+        return learn(config, *args, **more)
+
+    monkeypatch.setattr(tiny, "learn", diverges)
+    command = f"recall facts --presets laptop-armt laptop-no-memory --out {tmp_path} --steps 1"
+    message = last_line(capsys, f"{command} --rows 2 --windows 2")
+    assert "1 of the models did not learn: laptop-armt: the loss became nan at step 1" in message
+    assert [path.name for path in (tmp_path / "facts").iterdir()] == ["laptop-no-memory.json"]
+    assert (tmp_path / "facts.png").exists()
 
 
 @pytest.fixture(scope="module")

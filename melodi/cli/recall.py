@@ -79,12 +79,14 @@ def recall(args: list[str]) -> None:
                 raise ValueError(f"--{field.name} is for tiny models, and --run asks runs: drop it")
     folder = options.out / (f"{options.task}-of-runs" if options.run else options.task)
     folder.mkdir(parents=True, exist_ok=True)
-    records = asked_runs(options, folder) if options.run else trained(options, folder)
+    records, failed = (asked_runs if options.run else trained)(options, folder)
     if options.json:
         print(json_text(records, indent=2))
     else:
         print_recall(options.task, records)
     draw_recall(records, TITLES[options.task], folder.with_suffix(".png"))
+    if failed:
+        raise ValueError(f"{len(failed)} of the models did not learn: {'; '.join(failed)}")
 
 
 TITLES = {
@@ -98,8 +100,9 @@ TITLES = {
 }
 
 
-def trained(options: RecallArgs, folder: Path) -> list[dict[str, Any]]:
-    """One record for each preset, in FOLDER/PRESET.json, made where there is none."""
+def trained(options: RecallArgs, folder: Path) -> tuple[list[dict[str, Any]], list[str]]:
+    """One record for each preset, in FOLDER/PRESET.json, made where there is none; and which have
+    failed, and why: that does not stop the others."""
     from melodi.config import preset
     from melodi.evaluation.tasks import Sizes, task
     from melodi.training.tiny import OPTIMIZER, tiny_config
@@ -119,13 +122,18 @@ def trained(options: RecallArgs, folder: Path) -> list[dict[str, Any]]:
         }
         path = folder / f"{name}.json"
         planned.append((name, config, settings, path, finished(path, settings)))
-    found = []
+    found, failed = [], []
     for name, config, settings, path, record in planned:
         if record is None:
-            record = {"name": name, "settings": settings, **learned(name, config, chosen, options)}
+            try:
+                result = learned(name, config, chosen, options)
+            except ValueError as error:
+                failed.append(f"{name}: {error}")
+                continue
+            record = {"name": name, "settings": settings, **result}
             write_json(path, record)
         found.append(record)
-    return found
+    return found, failed
 
 
 def finished(path: Path, settings: dict[str, Any]) -> dict[str, Any] | None:
@@ -183,8 +191,8 @@ def means(losses: Sequence[float], parts: int) -> list[float]:
     return [sum(block) / len(block) for block in blocks]
 
 
-def asked_runs(options: RecallArgs, folder: Path) -> list[dict[str, Any]]:
-    """One record for each run, in FOLDER/RUN.json."""
+def asked_runs(options: RecallArgs, folder: Path) -> tuple[list[dict[str, Any]], list[str]]:
+    """One record for each run, in FOLDER/RUN.json; none fails alone."""
     from melodi.evaluation.recall import CANDIDATES, forgetting, passkey_in_text
     from melodi.run import Run, load
 
@@ -204,7 +212,7 @@ def asked_runs(options: RecallArgs, folder: Path) -> list[dict[str, Any]]:
             record["chance"] = 1 / CANDIDATES
         write_json(folder / f"{'-'.join(path.resolve().parts[1:])}.json", record)
         found.append(record)
-    return found
+    return found, []
 
 
 def print_recall(task: str, records: list[dict[str, Any]]) -> None:
