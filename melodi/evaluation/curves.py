@@ -5,7 +5,8 @@ from typing import Any
 
 COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999"]
 """Of Okabe and Ito, which the colour-blind can tell apart; markers differ as well."""
-MARKERS = "osD^vPX*"
+MARKERS, LINES = "osD^vPX*", ("-", "--", ":")
+"""Of lines that share a colour, the first is whole."""
 
 
 def draw_recall(records: list[dict[str, Any]], title: str, path: Path) -> Path:
@@ -19,7 +20,9 @@ def draw_recall(records: list[dict[str, Any]], title: str, path: Path) -> Path:
 
     figure, axes = pyplot.subplots(figsize=(7.5, 4.5), layout="constrained")
     for i, record in enumerate(records):
-        style = {"color": COLOURS[i % len(COLOURS)], "marker": MARKERS[i % len(MARKERS)]}
+        again, look = divmod(i, len(COLOURS))
+        style = {"color": COLOURS[look], "marker": MARKERS[look]}
+        style["linestyle"] = LINES[again % len(LINES)]
         if "accuracy" in record["curve"][0]:
             draw_accuracy(axes, record, style)
         else:
