@@ -298,6 +298,8 @@ def test_a_model_that_fails_does_not_stop_the_others(
     assert "1 of the models did not learn: laptop-armt: the loss became nan at step 1" in message
     assert [path.name for path in (tmp_path / "facts").iterdir()] == ["laptop-no-memory.json"]
     assert (tmp_path / "facts.png").exists()
+    alone = f"recall facts --presets laptop-armt --out {tmp_path}/alone --steps 1"
+    assert "1 of the models did not learn" in last_line(capsys, alone)
 
 
 @pytest.fixture(scope="module")

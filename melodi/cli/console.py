@@ -1,11 +1,12 @@
 """What all commands share: parsing into one-line errors, one door for numbers, devices, tables."""
 
 import contextlib
+import dataclasses
 import inspect
 import io
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from pathlib import Path
 from types import NoneType
 from typing import Annotated, Any, Literal, TypeVar, get_args
@@ -116,6 +117,13 @@ def read_value(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
         is_instance=lambda value: isinstance(value, kind) or (optional and value is None),
         str_from_instance=lambda value: ["none" if value is None else str(value)],
     )
+
+
+def check_not_given(options: Any, names: Container[str], why: str) -> None:
+    """Refuses flags that would be passed over in silence; one at its default was not given."""
+    for field in dataclasses.fields(options):
+        if field.name in names and getattr(options, field.name) != field.default:
+            raise ValueError(f"--{field.name.replace('_', '-')} {why}")
 
 
 def check_at_least(least: int, **values: int | None) -> None:

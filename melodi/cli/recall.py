@@ -8,7 +8,14 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from melodi.cli.console import Paths, check_at_least, parse, print_table, use_threads
+from melodi.cli.console import (
+    Paths,
+    check_at_least,
+    check_not_given,
+    parse,
+    print_table,
+    use_threads,
+)
 from melodi.files import json_text, read_json, write_json
 
 TaskName = Literal["passkey", "needle", "mqar", "facts", "rewrite", "copy", "forgetting"]
@@ -74,17 +81,17 @@ def recall(args: list[str]) -> None:
             f"{', '.join(OF_RUNS)}"
         )
     if options.run:
-        for field in dataclasses.fields(options):
-            if field.name in OF_TINY_MODELS and getattr(options, field.name) != field.default:
-                raise ValueError(f"--{field.name} is for tiny models, and --run asks runs: drop it")
+        why = "is for tiny models, and --run asks runs: drop it"
+        check_not_given(options, OF_TINY_MODELS, why)
     folder = options.out / (f"{options.task}-of-runs" if options.run else options.task)
     folder.mkdir(parents=True, exist_ok=True)
     records, failed = (asked_runs if options.run else trained)(options, folder)
     if options.json:
         print(json_text(records, indent=2))
-    else:
+    elif records:
         print_recall(options.task, records)
-    draw_recall(records, TITLES[options.task], folder.with_suffix(".png"))
+    if records:
+        draw_recall(records, TITLES[options.task], folder.with_suffix(".png"))
     if failed:
         raise ValueError(f"{len(failed)} of the models did not learn: {'; '.join(failed)}")
 

@@ -1,6 +1,5 @@
 """`melodi reproduce`: a table or figure of the paper, as a plan or as runs and a report."""
 
-import dataclasses
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -11,6 +10,7 @@ from melodi.cli.console import (
     Precision,
     Texts,
     check_at_least,
+    check_not_given,
     device_named,
     parse,
     print_table,
@@ -23,8 +23,18 @@ if TYPE_CHECKING:
     from melodi.paper.plan import Settings
 
 
-OF_A_RUN = ("name", "data", "out", "threads", "device")
-"""What can be said where a run is repeated."""
+OF_RECIPES = [
+    "scale",
+    "seeds",
+    "tokens",
+    "split",
+    "eval_tokens",
+    "rows",
+    "list",
+    "json",
+    "precision",
+]
+"""What cannot be said where a run is repeated."""
 
 
 @dataclass
@@ -146,10 +156,7 @@ def repeat_run(options: ReproduceArgs) -> None:
     from melodi.training.distributed import processes
 
     run = Run(options.name)
-    for field in dataclasses.fields(options):
-        if field.name not in OF_A_RUN and getattr(options, field.name) != field.default:
-            flag = field.name.replace("_", "-")
-            raise ValueError(f"--{flag} is for recipes: a run is repeated as it was made")
+    check_not_given(options, OF_RECIPES, "is for recipes: a run is repeated as it was made")
     environment = run.folder / ENVIRONMENT
     threads = read_json(environment).get("cpu_threads") if environment.exists() else None
     use_threads(options.threads or threads)
