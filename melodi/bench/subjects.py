@@ -22,8 +22,6 @@ from melodi.memory import MemoryState
 from melodi.model import LanguageModel
 from melodi.stream import StreamReader
 
-GENERATED = 64
-"""Tokens of a sample of generation, from the middle of a window, or a window if that is shorter."""
 LONG_AGO = 1 << 20
 """Windows read, so that every memory is full."""
 
@@ -41,7 +39,7 @@ class Subject:
     """The nats of one segment, all rows, without gradient."""
     generate: Run | None = None
     """One document goes on by `generated` tokens."""
-    generated: int = GENERATED
+    generated: int = 0
     train_work: float | None = None
     """Operations that a token needs in training."""
     read_work: float | None = None
@@ -69,7 +67,6 @@ def our_subject(name: str, config: ModelConfig, size: Size) -> Subject:
     state, targets_BT = filled_state(model, size.rows), tokens_BT.roll(-1, 1)
     opened = StreamReader(model, filled_state(model, 1), precision=size.precision)
     opened.read(tokens_BT[0, : max(config.window // 2, 1)].tolist())
-    generated = min(GENERATED, config.window)
 
     def train() -> None:
         loss, _ = model.loss(tokens_BT, targets_BT, state)
@@ -83,7 +80,8 @@ def our_subject(name: str, config: ModelConfig, size: Size) -> Subject:
     def generate() -> None:
         reader = copy.copy(opened)  # states are values: each time goes on from the same place
         with torch.autocast("cpu", enabled=False):  # the reader sees to its precision itself
-            for _ in reader.generate(generated, temperature=0):
+            # As many as a window has, from the middle of one: the end of a window counts once.
+            for _ in reader.generate(config.window, temperature=0):
                 pass
 
     work = 2 * per_token(config)
@@ -92,7 +90,7 @@ def our_subject(name: str, config: ModelConfig, size: Size) -> Subject:
         train,
         read,
         generate,
-        generated,
+        config.window,
         train_work=TRAINING * work,
         read_work=work,
         generate_work=(2 if size.precision == "bf16" else 4) * weights_read(config)
