@@ -192,14 +192,15 @@ def test_memory_floats_are_the_papers() -> None:
 
 
 def test_the_laptop_is_a_scale_model() -> None:
-    """S/W and L/W are the paper's in every row; memory between systems is, up to a tenth; gradients
-    flow from one window to another, and a step has as many tokens as of any other row, up to a
-    half."""
+    """S/W and L/W are the paper's in every row that has at least one such token; memory between
+    systems is, up to a tenth; gradients flow from one window to another, and a step has as many
+    tokens as of any other row, up to a half."""
     for name in RECIPES:
         for small, large in zip(planned_at(name, LAPTOP), planned_at(name, PAPER), strict=True):
             for field in ("short_term_tokens", "long_term_tokens"):
                 ours, papers = getattr(small.model, field), getattr(large.model, field)
-                assert ours * large.model.window == papers * small.model.window, small.row.label
+                exact = papers * small.model.window / large.model.window
+                assert ours == (max(exact, 1) if papers else 0), small.row.label
             assert small.train.segment_windows >= 2
             step = small.train.rows * small.train.segment_windows * small.model.window
             assert step in (2048, 3072), small.row.label

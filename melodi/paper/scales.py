@@ -4,7 +4,8 @@ A `Scale` says how large the paper's window, stack and
 queue are here, and makes configs with the same ratios: S/W, L/W, and memory between systems. What
 the paper's numbers become:
 
-- tokens of a window (S, L, R, the window itself) shrink with the window, 512 to `window`;
+- tokens of a window (S, L, R, the window itself) shrink with the window, 512 to `window`, to one
+  at least;
 - the queue of 128 windows becomes `queue` windows, and Memorizing's 65,536 slots as many windows;
 - 13 layers become `layers`; where layers are what is counted, the stack keeps `counted_layers`;
 - rows whose parameters would differ by more than 1 % from Transformer-XL's get another feed-forward
@@ -122,15 +123,15 @@ class Scale:
 
 LAPTOP = Scale(
     name="laptop",
-    width=256,
+    width=128,
     num_heads=4,
     layers=6,
     counted_layers=13,
-    window=128,
+    window=32,
     queue=64,
     rows=4,
     documents=128,
-    segment_windows=4,
+    segment_windows=16,
     tokens=2_000_000,
     ablation_tokens=2_000_000,
     vocab_size=2048,
