@@ -18,7 +18,7 @@ from melodi.paper.plan import Settings, plan
 from melodi.paper.recipes import RECIPES
 from melodi.paper.report import main_table, write_report
 from melodi.paper.results import gather
-from melodi.paper.verdicts import judge_all
+from melodi.paper.verdicts import Noise, judge_all, noise_of
 
 CHECKSUM = "0" * 32
 DOCUMENTS = 30
@@ -114,6 +114,38 @@ def test_one_seed_decides_only_what_is_large(tmp_path: Path, gain: float, mark: 
     verdicts = judge_all(gather(make_recipe(tmp_path, "branching", with_branching(gain))))
     assert [verdict.mark for verdict in verdicts] == [mark, mark]
     assert ("one seed" in verdicts[0].why) == (mark == "undecided")
+
+
+def test_a_difference_must_be_larger_than_runs_scatter(tmp_path: Path) -> None:
+    """Seeds that agree decide nothing where runs of the same table scatter by as much; and where
+    the other rows say that runs scatter little, one seed decides what is larger."""
+
+    def scattered(scatter: float) -> Effect:
+        random = np.random.default_rng(1)
+        gains = {"ST+LT, branching": 0.03, "ST, branching": 0.03}
+        return lambda label, seed: scatter * float(random.normal()) - gains.get(label, 0.0)
+
+    found = {}
+    for scatter in (0.001, 0.03):
+        folder = make_recipe(tmp_path / str(scatter), "branching", scattered(scatter), seeds=2)
+        noise = noise_of(gather(folder))
+        assert noise is not None
+        assert noise.freedom == 3
+        assert noise.deviation == pytest.approx(scatter, rel=0.9, abs=0.005)
+        found[scatter] = {verdict.mark for verdict in judge_all(gather(folder))}
+    assert found == {0.001: {"✓"}, 0.03: {"undecided"}}
+
+
+def test_equal_rows_are_seldom_put_in_order() -> None:
+    """Of tables of six equal rows with two seeds, about one in twenty has a given pair in order."""
+    random = np.random.default_rng(0)
+    wrong = 0
+    for _ in range(2000):
+        nats = random.normal(0, 0.02, (6, 2)) + random.normal(0, 0.1, (1, 2))
+        rest = nats - nats.mean(0) - nats.mean(1, keepdims=True) + nats.mean()
+        noise = Noise(math.sqrt((rest**2).sum() / 5), 5)
+        wrong += abs((nats[0] - nats[1]).mean()) > noise.bound(1, 2)
+    assert 0.03 < wrong / 2000 < 0.07
 
 
 def test_only_seeds_that_both_rows_have_are_compared(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from melodi.paper.pages import Block, Heading, Paragraph, Picture, Table, to_htm
 from melodi.paper.recipe import EQUAL
 from melodi.paper.results import Result, Results, RowResult, gather
 from melodi.paper.scales import parameters
-from melodi.paper.verdicts import BETWEEN_RUNS, Verdict, judge_all
+from melodi.paper.verdicts import BETWEEN_RUNS, Noise, Verdict, judge_all, noise_of
 from melodi.training.reporting import duration
 
 NOTHING = "–"
@@ -44,7 +44,7 @@ def report_blocks(results: Results, folder: Path) -> list[Block]:
     if verdicts:
         blocks += [Heading("What the paper claims"), Paragraph(summary(verdicts))]
         blocks.append(claims_table(verdicts))
-        blocks.append(Paragraph(claims_notes()))
+        blocks.append(Paragraph(claims_notes(noise_of(results))))
     if draw_losses(results, losses):
         blocks += [Heading("Loss"), Picture(losses, "Loss of every run, without its first fifth.")]
     blocks += [Heading("Runs"), runs_table(results, folder)]
@@ -170,12 +170,24 @@ def claims_table(verdicts: list[Verdict]) -> Table:
     return Table(["", "claim", "in the paper", "remark", "Δ nats", "95 %", "seeds"], rows, words=4)
 
 
-def claims_notes() -> str:
+def claims_notes(noise: Noise | None) -> str:
+    if noise is None:
+        between = (
+            "No two rows have two seeds in common, so how runs of one row differ is not known here: "
+            f"a difference must be beyond {BETWEEN_RUNS} nats, which has been seen. "
+        )
+    else:
+        between = (
+            f"Runs that differ in their seed alone scatter by {noise.deviation:.4f} nats here (one "
+            "standard deviation, what rows and seeds have in common taken off; "
+            f"{noise.freedom} degrees of freedom): a difference must be larger than chance makes it "
+            f"in one of twenty tables, {noise.bound(1, 1):.3f} nats with one seed and "
+            f"{noise.bound(1, 2):.3f} with two. "
+        )
     return (
         "✓ and ✗: the 95 % interval of the paired difference over documents, pooled over seeds, is "
-        "on one side of zero, and no seed says the opposite. It tells what other documents would "
-        "say of these runs; what other seeds would say is known only as far as there are several. "
-        f"With one seed, a difference must be beyond {BETWEEN_RUNS} nats. "
+        "on one side of zero, and no seed says the opposite. That tells what other documents would "
+        f"say of these runs. {between}"
         f"“As good as” is ✓ within {EQUAL} nats, about {EQUAL:.0%} of perplexity."
     )
 

@@ -2,14 +2,15 @@
 
 An ordering is decided by the paired difference over documents, pooled over seeds: ✓ if its 95 %
 interval lies on the paper's side of zero, ✗ if on the other. Documents say nothing about how much
-another seed would change, so an ordering that some seed alone would turn around stays undecided,
-and one that a single seed shows, unless it is larger than runs of the same rows have differed.
-Two rows are equal (✓) if the whole interval is within EQUAL of zero, and not (✗) if none of it is;
-with the same of every seed.
+another run would change, so a difference must also be larger than chance makes it between runs
+(`Noise`, from the seeds of the whole table), and one that some seed alone would turn around stays
+undecided. Two rows are equal (✓) if the whole interval is within EQUAL of zero, and not (✗) if none
+of it is, by more than chance; with the same of every seed.
 Memory is counted, and needs no run; what holds at the paper's own sizes, and not at those of a
 smaller scale, is undecided there.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -31,7 +32,27 @@ from melodi.paper.scales import PAPER
 Mark = Literal["✓", "✗", "undecided", "not run"]
 
 BETWEEN_RUNS = 0.15
-"""Nats per token. After 2 M tokens of math two runs of one row differed by 0.13 (docs/log.md)."""
+"""Nats per token that a difference must exceed where no rows have two seeds in common. After 2 M
+tokens of math two runs of one row have differed by 0.13, at an earlier scale (docs/log.md)."""
+STUDENT = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57, 6: 2.45, 7: 2.36, 8: 2.31, 9: 2.26}
+STUDENT |= {10: 2.23, 12: 2.18, 15: 2.13, 20: 2.09, 30: 2.04, 60: 2.00, 120: 1.98}
+"""Quantiles at 97.5 % of Student's distribution, by degrees of freedom."""
+
+
+@dataclass(frozen=True)
+class Noise:
+    """How runs scatter that differ in their seed alone: the rest when what rows have in common, and
+    what seeds have in common, is taken from the nats of a table."""
+
+    deviation: float
+    """Of one run, in nats per token."""
+    freedom: int
+
+    def bound(self, pairs: int, seeds: int) -> float:
+        """What a sum of differences of so many pairs of rows, averaged over seeds, exceeds by
+        chance in one of twenty tables."""
+        quantile = STUDENT[max(known for known in STUDENT if known <= self.freedom)]
+        return quantile * self.deviation * math.sqrt(2 * pairs / seeds)
 
 
 @dataclass(frozen=True)
@@ -46,10 +67,26 @@ class Verdict:
 
 
 def judge_all(results: Results) -> list[Verdict]:
-    return [judge(claim, results) for claim in results.recipe.claims]
+    noise = noise_of(results)
+    return [judge(claim, results, noise) for claim in results.recipe.claims]
 
 
-def judge(claim: Claim, results: Results) -> Verdict:
+def noise_of(results: Results) -> Noise | None:
+    """From the rows that have several seeds; None where there are not two such rows."""
+    rows = [row for row in results.evaluated if len(row.seeds) > 1]
+    seeds = common_seeds(rows) if rows else set()
+    if len(rows) < 2 or len(seeds) < 2:
+        return None
+    check_same(rows)
+    predictions = sum(counts(rows[0].documents))
+    nats_rs = np.array([[row.seeds[s].nats.sum() for s in sorted(seeds)] for row in rows])
+    nats_rs /= predictions
+    rest_rs = nats_rs - nats_rs.mean(0) - nats_rs.mean(1, keepdims=True) + nats_rs.mean()
+    freedom = (len(rows) - 1) * (len(seeds) - 1)
+    return Noise(math.sqrt((rest_rs**2).sum() / freedom), freedom)
+
+
+def judge(claim: Claim, results: Results, noise: Noise | None) -> Verdict:
     better = [results[label] for label in claim.better]
     worse = [results[label] for label in claim.worse]
     if claim.kind == "memory":
@@ -66,20 +103,23 @@ def judge(claim: Claim, results: Results) -> Verdict:
     pool = paired(total(better, seeds), total(worse, seeds), predictions)
     by_seed = seed_differences(better, worse, predictions)
     # A gain is a difference of two differences, and so of twice as many runs.
-    if len(by_seed) < 2 and not beyond(pool, BETWEEN_RUNS * len(better)):
-        why = "one seed: two runs of a row can differ by as much"
-        return Verdict(claim, "undecided", pool, why, len(by_seed))
+    chance = BETWEEN_RUNS * len(better)
+    if noise is not None:
+        chance = noise.bound(len(better), len(by_seed))
     mark: Mark
     if claim.kind == "equal":
         mark = equal_mark(pool)
+        chance = chance + EQUAL if mark == "✗" or len(by_seed) < 2 else 0.0
         against = [s for s, value in by_seed.items() if (abs(value) <= EQUAL) != (mark == "✓")]
     else:
         mark = {-1: "✓", 0: "undecided", 1: "✗"}[pool.sign]  # type: ignore[assignment]
         against = [seed for seed, value in by_seed.items() if value * pool.value < 0]
+    why = ""
     if mark != "undecided" and against:
         why = f"seed {', '.join(map(str, against))} says the opposite"
-        return Verdict(claim, "undecided", pool, why, len(by_seed))
-    return Verdict(claim, mark, pool, seeds=len(by_seed))
+    elif mark != "undecided" and abs(pool.value) <= chance:
+        why = f"runs differ by up to {chance:.3f} by chance" + ", one seed" * (len(by_seed) == 1)
+    return Verdict(claim, "undecided" if why else mark, pool, why, len(by_seed))
 
 
 def total(rows: list[RowResult], seeds: set[int]) -> Floats:
@@ -97,12 +137,6 @@ def seed_differences(
         return float(sum(run.nats.sum() for run in chosen)) / sum(predictions)
 
     return {seed: nats(better, seed) - nats(worse, seed) for seed in sorted(common)}
-
-
-def beyond(difference: Interval, bound: float) -> bool:
-    """Whether the whole interval is farther from zero."""
-    low, _, high = difference
-    return low is not None and high is not None and (low > bound or high < -bound)
 
 
 def equal_mark(difference: Interval) -> Mark:
