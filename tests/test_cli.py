@@ -94,6 +94,7 @@ assert not heavy, heavy
 def test_tasks_bring_their_own_documents(capsys: pytest.CaptureFixture[str]) -> None:
     """What belongs to a store is refused beside --tasks, and what belongs to tasks without it."""
     assert "name them with --tasks" in refused(capsys, "eval run --include tasks")
+    assert "--split is of a store" in refused(capsys, "eval run --tasks x --split train")
     for flag in ("--data store", "--max-tokens 5", "--drops"):
         assert "leave one of them out" in refused(capsys, f"eval run --tasks tale {flag}")
 

@@ -276,6 +276,8 @@ def test_recall_command(
     unknown = f"recall needle --presets laptop-melodi nope --out {tmp_path}/n --steps 2"
     assert "nope" in refused(capsys, unknown)  # before anything is trained, which would fail here
     assert "are measured on runs" in refused(capsys, f"recall forgetting --out {tmp_path}/r")
+    for flag in ("--data store", "--split train", "--seed -1"):
+        assert flag.split()[0] in refused(capsys, f"recall copy {flag} --out {tmp_path}/r")
     message = refused(capsys, f"recall copy --run {tmp_path} --out {tmp_path}/r")
     assert "choose one of forgetting, passkey" in message
 

@@ -251,6 +251,13 @@ def test_memory_is_counted(tmp_path: Path) -> None:
     assert any(kept in v.why for v in verdicts if v.mark == "undecided")
 
 
+def test_a_folder_of_another_name_is_reported_by_itself(tmp_path: Path) -> None:
+    """Runs that were put aside are not mixed with those made since under the recipe's name."""
+    make_recipe(tmp_path, "branching", with_branching(0.5)).rename(tmp_path / "branching-old")
+    make_recipe(tmp_path, "branching", lambda label, _: 9.0 if label[:3] == "ST," else None)
+    assert marks(tmp_path / "branching-old") == ["✓", "✓"]
+
+
 def test_other_documents_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Rows that were evaluated on other documents are not compared."""
     both = [

@@ -223,6 +223,14 @@ def test_a_kill_while_a_run_is_created(finished: Path, store: TokenStore) -> Non
     assert (finished / "environment.json").exists()
 
 
+def test_a_kill_behind_the_last_checkpoint(finished: Path, store: TokenStore) -> None:
+    """The weights for use are written again when a finished run is resumed."""
+    expected = weights(finished)
+    (finished / "model.safetensors").unlink()
+    resume(finished, store)
+    assert same(weights(finished), expected)
+
+
 def test_one_process_at_a_time_works_in_a_run(finished: Path, store: TokenStore) -> None:
     before = contents(finished)
     with locked(finished), pytest.raises(ValueError, match="another process is working in"):
@@ -330,8 +338,8 @@ def test_another_preset_is_refused(finished: Path, store: TokenStore) -> None:
 def test_an_evaluation_says_what_it_is_about(
     finished: Path, store: TokenStore, tmp_path: Path
 ) -> None:
-    """Store, weights, step and limit; and only a whole split of the run's own store counts as the
-    run's evaluation."""
+    """Store, weights, step and limit; and only a whole split of the run's own store, in its own
+    precision, counts as the run's evaluation."""
     run, model = Run(finished), melodi.load(finished)
     whole = evaluate_run(model, run, store, "train", rows=2)
     assert write_record(run, whole) == finished / "eval-train.json"
@@ -342,8 +350,10 @@ def test_an_evaluation_says_what_it_is_about(
     part = evaluate_run(model, run, store, "train", max_tokens=20)
     (tmp_path / "other.txt").write_text("another book " * 9)
     other = prepare([tmp_path / "other.txt"], tmp_path / "other", tokenizer="bytes", workers=1)
-    for record in (part, evaluate_run(model, run, other, "train")):
-        assert write_record(run, record) == finished / "partial-eval-train.json"
+    others = evaluate_run(model, run, other, "train")
+    half = evaluate_run(model, run, store, "train", precision="bf16")
+    for record, name in ((part, "20-tokens"), (others, "other"), (half, "bf16")):
+        assert write_record(run, record) == finished / f"partial-eval-train-{name}.json"
     assert json.loads((finished / "eval-train.json").read_text()) == whole
     for bad in ({"rows": -2}, {"max_tokens": 0}):
         with pytest.raises(ValueError, match=f"{next(iter(bad))}=.* must be at least 1"):

@@ -115,7 +115,7 @@ def read_on(model: LanguageModel, tokens_1T: Tensor, state: MemoryState) -> Memo
 
 def train_on_document(model: LanguageModel, rows: int, length: int, segment: int) -> None:
     """Segment after segment of one document, gradients dropped after each."""
-    tokens_BT = random_tokens(model.config, rows, segment)
+    tokens_BT = random_tokens(model.config, rows, min(length, segment))
     state = filled_state(model, rows)
     for _ in range(max(length // segment, 1)):
         loss, state = model.loss(tokens_BT, tokens_BT.roll(-1, 1), state)

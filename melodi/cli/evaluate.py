@@ -10,6 +10,7 @@ from melodi.cli.console import (
     Precision,
     Texts,
     check_at_least,
+    check_not_given,
     device_named,
     parse,
     print_table,
@@ -107,12 +108,9 @@ def check_tasks(options: EvalArgs) -> None:
     """Tasks bring their own documents."""
     if options.include is not None and not options.tasks:
         raise ValueError(f"--include {options.include} is for tasks: name them with --tasks")
-    for name in ("data", "max_tokens", "drops"):
-        if options.tasks and getattr(options, name):
-            flag = name.replace("_", "-")
-            raise ValueError(
-                f"--{flag} is of a store, and --tasks reads none: leave one of them out"
-            )
+    if options.tasks:
+        why = "is of a store, and --tasks reads none: leave one of them out"
+        check_not_given(options, ("data", "split", "max_tokens", "drops"), why)
 
 
 def costs(run: "Run", step: int | None) -> dict[str, Any]:

@@ -68,6 +68,7 @@ def recall(args: list[str]) -> None:
     """
     options = parse(RecallArgs, recall, args)
     check_at_least(1, steps=options.steps, rows=options.rows)
+    check_at_least(0, seed=options.seed)
     use_threads(options.threads)
     from melodi.evaluation.curves import draw_recall
 
@@ -83,6 +84,8 @@ def recall(args: list[str]) -> None:
     if options.run:
         why = "is for tiny models, and --run asks runs: drop it"
         check_not_given(options, OF_TINY_MODELS, why)
+    else:
+        check_not_given(options, ("data", "split"), "is for runs: add --run, or drop it")
     folder = options.out / (f"{options.task}-of-runs" if options.run else options.task)
     folder.mkdir(parents=True, exist_ok=True)
     records, failed = (asked_runs if options.run else trained)(options, folder)
@@ -183,12 +186,14 @@ def learned(name: str, config: Any, chosen: Any, options: RecallArgs) -> dict[st
         "steps": len(result.losses),
         "losses": means(result.losses, 50),
         "chance": chosen.chance,
-        "curve": accuracy(result.model, chosen),
+        "curve": accuracy(result.model, chosen, rows=ASKED),
     }
 
 
 ENOUGH = 0.01
 """Nats per answer at which nothing is left to learn."""
+ASKED = 2048
+"""Documents whose questions are counted: the farthest are asked least."""
 
 
 def means(losses: Sequence[float], parts: int) -> list[float]:
@@ -201,11 +206,11 @@ def means(losses: Sequence[float], parts: int) -> list[float]:
 def asked_runs(options: RecallArgs, folder: Path) -> tuple[list[dict[str, Any]], list[str]]:
     """One record for each run, in FOLDER/RUN.json; none fails alone."""
     from melodi.evaluation.recall import CANDIDATES, forgetting, passkey_in_text
-    from melodi.run import Run, load
+    from melodi.run import Run, load, run_folder
 
     found = []
     for path in options.run:
-        model, run = load(path), Run(path)
+        model, run = load(path), Run(run_folder(path))
         store = run.open_store(options.data)
         store.verify(options.split)
         documents = store.split(options.split)
@@ -228,8 +233,19 @@ def print_recall(task: str, records: list[dict[str, Any]]) -> None:
     print_table(
         f"{TITLES[task]}: {figure}, by windows since",
         ["", *map(str, distances)],
-        [[record["name"], *cells(record, distances)] for record in records],
+        [
+            *[[record["name"], *cells(record, distances)] for record in records],
+            *asked(records, distances),
+        ],
     )
+
+
+def asked(records: list[dict[str, Any]], distances: Sequence[int]) -> list[list[str]]:
+    """How many questions are behind each share, where all models were asked the same."""
+    counts = {tuple(point.get("questions", 0) for point in record["curve"]) for record in records}
+    found = counts.pop()
+    same = not counts and all(found) and len(found) == len(distances)
+    return [["questions", *[f"{count:,}" for count in found]]] if same else []
 
 
 def cells(record: dict[str, Any], distances: Sequence[int]) -> list[str]:

@@ -103,7 +103,7 @@ def reproduce(args: list[str]) -> None:
 
 def settings_of(options: ReproduceArgs) -> "tuple[Settings, TokenStore | None]":
     from melodi.data.store import TokenStore
-    from melodi.paper.plan import settings_for
+    from melodi.paper.plan import RECIPE, Settings, settings_for
     from melodi.paper.recipes import recipe_named
     from melodi.paper.scales import SCALES
     from melodi.paper.shapes import Shape
@@ -116,7 +116,11 @@ def settings_of(options: ReproduceArgs) -> "tuple[Settings, TokenStore | None]":
     store = None if options.data is None else TokenStore.open(options.data)
     scale = SCALES[options.scale]
     device = device_of(options.device)
-    precision = resolve(options.precision, device, scale.config(Shape()))
+    before = options.out / options.name / RECIPE
+    if options.precision == "auto" and before.exists():  # whatever the machine is busy with now
+        precision = Settings.read(before.parent).scale.precision
+    else:
+        precision = resolve(options.precision, device, scale.config(Shape()))
     settings = settings_for(
         options.name,
         replace(scale, precision=precision),

@@ -77,7 +77,7 @@ def train(args: list[str]) -> None:
 
 def closing_line(folder: Path, steps: int, result: "Evaluation") -> str:
     if not result.predictions:
-        return f"{folder}: {steps} steps done, nothing was validated"
+        return f"{folder}: {steps} steps done"
     return (
         f"{folder}: {steps} steps, validation perplexity {result.perplexity:.2f}, "
         f"{result.bits_per_byte:.3f} bits per byte"

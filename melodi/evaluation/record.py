@@ -3,8 +3,8 @@ what each figure means.
 
 Two passes over the documents of a split: with memory kept, and with memory dropped at every window;
 with `drops` one more for each memory that can be dropped alone. The record of a whole split of the
-run's own store is RUN/eval-SPLIT.json, which reports read. What is of fewer documents or of another
-store goes to RUN/partial-eval-SPLIT.json and replaces nothing.
+run's own store is RUN/eval-SPLIT.json, which reports read. What is of fewer documents, of another
+store or in another precision than the run's says so in its name, and replaces nothing else.
 """
 
 import time
@@ -193,7 +193,21 @@ def per_document(
 
 def write_record(run: Run, record: dict[str, Any]) -> Path:
     """Writes the record to the place that it deserves, and says where that is."""
-    whole = record["own_store"] and record["max_tokens"] is None
-    path = run.folder / f"{'' if whole else 'partial-'}eval-{record['split']}.json"
+    store = None if record["own_store"] else Path(record["store"]).name
+    precision = None if record["precision"] == run.configs()[1].precision else record["precision"]
+    path = run.folder / record_name(record["split"], record["max_tokens"], store, precision)
     write_json(path, record)
     return path
+
+
+def record_name(
+    split: str,
+    max_tokens: int | None = None,
+    store: str | None = None,
+    precision: str | None = None,
+) -> str:
+    """The file of a record: of so many tokens of a split, all when not given, and, where they are
+    not those of the run, of which store and in which precision."""
+    tokens = None if max_tokens is None else f"{max_tokens}-tokens"
+    less = "".join(f"-{part}" for part in (tokens, store, precision) if part)
+    return f"{'partial-' if less else ''}eval-{split}{less}.json"

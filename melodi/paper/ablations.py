@@ -90,10 +90,11 @@ def short_term_layers() -> Recipe:
 
 def long_term_layers() -> Recipe:
     places = {1: (8,), 2: (6, 10), 3: (5, 8, 11)}
-    rows = [Row("no long-term layer", Shape(long=0), {}, "", 0)]
+    rows = [Row("no long-term layer", Shape(long=0, counted=True), {}, "", 0)]
     for m in (32, 64):
         for n, layers in places.items():
-            rows.append(Row(many(n, m), Shape(long=m, long_layers=layers), {}, f"L{m}", n))
+            shape = Shape(long=m, long_layers=layers, counted=True)
+            rows.append(Row(many(n, m), shape, {}, f"L{m}", n))
     where = "Sec. 3.4, Fig. 8"
     return Recipe(
         name="long-term-layers",
@@ -111,6 +112,7 @@ def long_term_layers() -> Recipe:
         axis_scale="linear",
         remarks=(
             "Which layers they are the paper does not say: 8; 6 and 10; 5, 8 and 11 of 0 to 12.",
+            "The stack has 13 layers at every scale.",
         ),
     )
 

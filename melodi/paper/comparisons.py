@@ -149,7 +149,8 @@ def window_size() -> Recipe:
         remarks=(
             "Half the window has half of S and L and twice the queue, so that the covered history "
             "stays; states of Block-Recurrent and slots of Memorizing stay as they are. That and "
-            "the choice of the two Melodi variants with long-term memory are our inference.",
+            "the choice of the two Melodi variants with long-term memory are our inference. Where "
+            "L would be less than one token it is one, and the queue as much shorter.",
             "The paper compares increments of perplexity; here they are of nats per token.",
         ),
     )

@@ -25,8 +25,8 @@ from melodi.run import Run
 
 PASSES = 2
 """Times that an evaluation reads each document."""
-ROWS, WINDOWS = 8, 4
-"""Size of a step of the calibration."""
+ROWS, WINDOWS = LAPTOP.rows, LAPTOP.segment_windows
+"""Size of a step of the calibration: few tokens at a time, as in the runs."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ def training_time(run: Run) -> tuple[int, float]:
 
 
 def calibrate(device: torch.device, precision: str) -> float:
-    """Operations per second of a few steps of a laptop-size Melodi; it takes a second or two."""
+    """Operations per second of a few steps of Melodi at the laptop scale; it takes some seconds."""
     config = LAPTOP.config(Shape())
     model = LanguageModel(config).to(device)
     tokens = torch.randint(0, config.vocab_size, (ROWS, WINDOWS * config.window), device=device)

@@ -17,6 +17,7 @@ from melodi.config import ModelConfig
 from melodi.config.checks import from_dict
 from melodi.config.training import TrainConfig
 from melodi.data.store import TokenStore
+from melodi.evaluation.record import record_name
 from melodi.files import read_header, read_json, write_json
 from melodi.paper.recipe import Recipe, Row
 from melodi.paper.recipes import recipe_named
@@ -60,7 +61,7 @@ class Settings:
     @property
     def record_name(self) -> str:
         """Where a run has its evaluation."""
-        return f"{'' if self.eval_tokens is None else 'partial-'}eval-{self.split}.json"
+        return record_name(self.split, self.eval_tokens)
 
 
 @dataclass(frozen=True)
@@ -92,11 +93,15 @@ def settings_for(name: str, scale: Scale, store: TokenStore | None, **choices: A
 
 
 def plan(
-    settings: Settings, out: Path, labels: Sequence[str] = (), exact: bool = True
+    settings: Settings,
+    out: Path,
+    labels: Sequence[str] = (),
+    exact: bool = True,
+    own: Path | None = None,
 ) -> list[Planned]:
     """The runs of the rows with these labels, or of all, seed by seed: every row is there once
     before any is there twice. A report is not exact about what a dialect meant when other recipes'
-    runs were made."""
+    runs were made. `own` is the recipe's folder where it has another name than the recipe."""
     recipe = recipe_named(settings.recipe)
     rows = chosen_rows(recipe, labels)
     trained = known_runs(out, exact)
@@ -104,7 +109,7 @@ def plan(
     for seed in range(1, settings.seeds + 1):
         for row in rows:
             model, train = configs_of(settings, row, seed)
-            folder = out / recipe.name / f"{slug(row.label)}-seed{seed}"
+            folder = (own or out / recipe.name) / f"{slug(row.label)}-seed{seed}"
             if not Run(folder).exists:
                 answers = dataclasses.asdict(model.answers) if exact else None
                 twin = trained.get(identity(model, train, settings.train_checksum, answers))
@@ -173,8 +178,8 @@ def check(planned: Planned, settings: Settings) -> None:
     )
     if difference:
         raise ValueError(
-            f"{planned.folder} holds another run ({difference}): give the --scale, --tokens and "
-            "--data that it was made with, or choose another --out"
+            f"{planned.folder} holds another run ({difference}): give the --scale, --tokens, "
+            "--precision and --data that it was made with, or choose another --out"
         )
 
 

@@ -50,7 +50,7 @@ def plot_gates(axes: Any, metrics: list[dict[str, Any]]) -> None:
 
 def plot_positions(axes: Any, folder: Path) -> None:
     """Loss by position in the document, from the newest evaluation."""
-    found = sorted(folder.glob("eval-*.json"), key=lambda path: path.stat().st_mtime)
+    found = sorted(folder.glob("*eval-*.json"), key=lambda path: path.stat().st_mtime)
     axes.set(
         xlabel="position in the document", ylabel="nats per token", title="What memory is worth"
     )

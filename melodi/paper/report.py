@@ -173,15 +173,15 @@ def claims_table(verdicts: list[Verdict]) -> Table:
 def claims_notes(noise: Noise | None) -> str:
     if noise is None:
         between = (
-            "No two rows have two seeds in common, so how runs of one row differ is not known here: "
-            f"a difference must be beyond {BETWEEN_RUNS} nats, which has been seen. "
+            "No two rows have two seeds in common, so how runs of one row differ is not known "
+            f"here: a difference must be beyond {BETWEEN_RUNS} nats, which has been seen. "
         )
     else:
         between = (
             f"Runs that differ in their seed alone scatter by {noise.deviation:.4f} nats here (one "
             "standard deviation, what rows and seeds have in common taken off; "
-            f"{noise.freedom} degrees of freedom): a difference must be larger than chance makes it "
-            f"in one of twenty tables, {noise.bound(1, 1):.3f} nats with one seed and "
+            f"{noise.freedom} degrees of freedom): a difference must be larger than chance makes "
+            f"it in one of twenty tables, {noise.bound(1, 1):.3f} nats with one seed and "
             f"{noise.bound(1, 2):.3f} with two. "
         )
     return (

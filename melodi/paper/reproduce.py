@@ -135,7 +135,12 @@ def repeat(
         commit = read_json(path).get("commit") if path.exists() else None
         raise ValueError(f"{folder} is {changed}: check out its commit, {commit}, to repeat it")
     found = {path.name: read_json(path) for path in sorted(folder.glob("*eval-*.json"))}
-    records = {name: record for name, record in found.items() if record.get("own_store", True)}
+    precision = run.configs()[1].precision
+    records = {
+        name: record
+        for name, record in found.items()
+        if record.get("own_store", True) and record.get("precision", precision) == precision
+    }
     if not records:
         raise ValueError(
             f"{folder} has no evaluation on its own store to compare with: melodi eval {folder}"

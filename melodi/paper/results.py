@@ -84,8 +84,8 @@ class RowResult:
         if len(sets) != 1:
             folders = ", ".join(str(run.planned.folder) for run in self.evaluated)
             raise ValueError(
-                f"{folders} were evaluated on other documents: remove their records (eval-*.json), "
-                "and run the recipe again"
+                f"{folders} were evaluated on other documents: remove their records "
+                "(*eval-*.json), and run the recipe again"
             )
         return sets.pop()
 
@@ -156,7 +156,7 @@ def check_same(rows: list[RowResult]) -> None:
             folders = [str(row.evaluated[0].planned.folder) for row in (first, other)]
             raise ValueError(
                 f"{' and '.join(folders)} were evaluated on other documents: remove their records "
-                "(eval-*.json), and run the recipe again"
+                "(*eval-*.json), and run the recipe again"
             )
 
 
@@ -164,7 +164,7 @@ def gather(folder: Path) -> Results:
     """What is there of a recipe, in DIR/NAME."""
     settings = Settings.read(folder)
     recipe = recipe_named(settings.recipe)
-    planned = plan(settings, folder.parent, exact=False)
+    planned = plan(settings, folder.parent, exact=False, own=folder)
     rows = []
     for row in recipe.rows:
         own = [one for one in planned if one.row is row]

@@ -70,8 +70,11 @@ class Scale:
     def train(self, shape: Shape, tokens: int, seed: int) -> TrainConfig:
         """The training of a row: as many tokens as for every other, whatever its segment. Where
         windows are so long that a segment would hold one alone, and nothing would be learned about
-        memory, it holds two, of fewer rows."""
-        length = self.segment_windows * self.window * shape.segment // SEGMENT
+        memory, it has the length that the paper gives it; where it still would, it holds two, of
+        fewer rows."""
+        length = self.segment_windows * self.window
+        if length < 2 * self.row_window(shape):
+            length = length * shape.segment // SEGMENT
         windows = max(length // self.row_window(shape), 2)
         rows = max(self.rows * length // (windows * self.row_window(shape)), 1)
         step = rows * windows * self.row_window(shape)
@@ -101,8 +104,12 @@ class Scale:
         return self._share(tokens, self.row_window(shape)) if tokens else 0
 
     def covered(self, shape: Shape) -> int:
-        """Q of a row: a window of half the length has a queue of twice as many."""
-        return shape.coverage or self.queue * WINDOW // shape.window
+        """Q of a row: a window of half the length has a queue of twice as many, so that it covers
+        as much. Where L would be less than one, and is one, the queue has as many slots as if it
+        were less."""
+        windows = shape.coverage or self.queue * WINDOW // shape.window
+        share = shape.long * self.row_window(shape) / WINDOW
+        return max(round(windows * share), 1) if 0 < share < 1 else windows
 
     @property
     def memory_slots(self) -> int:

@@ -16,7 +16,7 @@ from melodi.config.training import Execution, TrainConfig
 from melodi.data.store import TokenStore
 from melodi.evaluation.documents import Evaluation
 from melodi.evaluation.probes import gates
-from melodi.files import locked, replacing
+from melodi.files import locked, read_header, replacing
 from melodi.precision import resolve
 from melodi.run import BEST, LAST, Run
 from melodi.training.checkpoint import WEIGHTS, Checkpoints
@@ -154,6 +154,11 @@ class Trainer:
         if "meter" in saved:  # earlier checkpoints are without
             self.meter.load_state_dict(saved["meter"])
         self.reporter.say(f"resuming {self.run.folder} after step {step}")
+        # A run that was killed behind its last checkpoint may be without the weights for use.
+        last = self.run.folder / LAST
+        stale = step == self.config.steps and self.group.first and not is_of_step(last, step)
+        if self.group.any(stale):
+            self.learner.write_weights(last)
 
     def _introduce(self) -> None:
         model, walker = self.learner.model, self.learner.batches.walker
@@ -218,6 +223,10 @@ class Trainer:
             self.best = result.loss
             learner.write_weights(self.run.folder / BEST)
         return result
+
+
+def is_of_step(weights: Path, step: int) -> bool:
+    return weights.exists() and read_header(weights).get("step") == str(step)
 
 
 class Interruption:
