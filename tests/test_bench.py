@@ -117,7 +117,8 @@ def test_training_is_three_times_reading(config: ModelConfig) -> None:
     own loss is not counted."""
     model, rows = LanguageModel(config), 3
     wanted = TRAINING * 2 * rows * 2 * of_window(config, dense=True).all
-    found = counted(lambda: train_on_document(model, rows, 1, 2 * config.window))
+    length = 2 * config.window
+    found = counted(lambda: train_on_document(model, rows, length, length))
     assert found == wanted if set(config.layers) <= {"xl", "plain"} else found < wanted
     assert found > (0.85 if "memorizing" in config.layers else 0.9) * wanted
 
