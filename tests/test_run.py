@@ -352,8 +352,9 @@ def test_an_evaluation_says_what_it_is_about(
     other = prepare([tmp_path / "other.txt"], tmp_path / "other", tokenizer="bytes", workers=1)
     others = evaluate_run(model, run, other, "train")
     half = evaluate_run(model, run, store, "train", precision="bf16")
-    for record, name in ((part, "20-tokens"), (others, "other"), (half, "bf16")):
-        assert write_record(run, record) == finished / f"partial-eval-train-{name}.json"
+    names = ("partial-eval-train-20-tokens", "partial-eval-train-other", "eval-train-bf16")
+    for record, name in zip((part, others, half), names, strict=True):
+        assert write_record(run, record) == finished / f"{name}.json"
     assert json.loads((finished / "eval-train.json").read_text()) == whole
     for bad in ({"rows": -2}, {"max_tokens": 0}):
         with pytest.raises(ValueError, match=f"{next(iter(bad))}=.* must be at least 1"):

@@ -209,5 +209,5 @@ def record_name(
     """The file of a record: of so many tokens of a split, all when not given, and, where they are
     not those of the run, of which store and in which precision."""
     tokens = None if max_tokens is None else f"{max_tokens}-tokens"
-    less = "".join(f"-{part}" for part in (tokens, store, precision) if part)
-    return f"{'partial-' if less else ''}eval-{split}{less}.json"
+    said = "".join(f"-{part}" for part in (tokens, store, precision) if part)
+    return f"{'partial-' if tokens or store else ''}eval-{split}{said}.json"

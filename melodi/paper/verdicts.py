@@ -80,9 +80,13 @@ def noise_of(results: Results) -> Noise | None:
     check_same(rows)
     predictions = sum(counts(rows[0].documents))
     nats_rs = np.array([[row.seeds[s].nats.sum() for s in sorted(seeds)] for row in rows])
-    nats_rs /= predictions
+    return scatter_of(nats_rs / predictions)
+
+
+def scatter_of(nats_rs: Floats) -> Noise:
+    """Of a table of nats per token, rows by seeds."""
     rest_rs = nats_rs - nats_rs.mean(0) - nats_rs.mean(1, keepdims=True) + nats_rs.mean()
-    freedom = (len(rows) - 1) * (len(seeds) - 1)
+    freedom = (nats_rs.shape[0] - 1) * (nats_rs.shape[1] - 1)
     return Noise(math.sqrt((rest_rs**2).sum() / freedom), freedom)
 
 
