@@ -86,8 +86,7 @@ def table_claims(suffix: str, where: str) -> list[Claim]:
 def longer_windows() -> Recipe:
     rows = []
     for (name, window), paper in numbers.LONGER_WINDOWS.items():
-        segment = max(4096, 2 * window)
-        shape = replace(MODELS[name], window=window, segment=segment)
+        shape = replace(MODELS[name], window=window)
         note = sizes_of(name) or str(window)
         rows.append(Row(windowed(name, window), shape, paper, kind_of(name), note=note))
     longer = [(name, w) for name, w in numbers.LONGER_WINDOWS if w > 512]

@@ -70,14 +70,12 @@ class Scale:
     def train(self, shape: Shape, tokens: int, seed: int) -> TrainConfig:
         """The training of a row: as many tokens as for every other, whatever its segment. Where
         windows are so long that a segment would hold one alone, and nothing would be learned about
-        memory, it has the length that the paper gives it; where it still would, it holds two, of
-        fewer rows."""
-        length = self.segment_windows * self.window
-        if length < 2 * self.row_window(shape):
-            length = length * shape.segment // SEGMENT
-        windows = max(length // self.row_window(shape), 2)
-        rows = max(self.rows * length // (windows * self.row_window(shape)), 1)
-        step = rows * windows * self.row_window(shape)
+        memory, it holds two: of fewer rows, or, as in the paper, of as many."""
+        length, window = self.segment_windows * self.window, self.row_window(shape)
+        windows = max(length // window, 2)
+        fewer = max(self.rows * length // (windows * window), 1)
+        rows = self.rows if self.training == "paper" else fewer
+        step = rows * windows * window
         return replace(
             recipe(f"{self.training}-{shape.system}"),
             steps=max(round(tokens / step), 1),
@@ -136,10 +134,10 @@ LAPTOP = Scale(
     counted_layers=13,
     window=32,
     queue=64,
-    rows=4,
+    rows=8,
     documents=128,
-    segment_windows=16,
-    tokens=2_000_000,
+    segment_windows=8,
+    tokens=4_000_000,
     ablation_tokens=2_000_000,
     vocab_size=2048,
 )

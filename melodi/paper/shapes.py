@@ -30,7 +30,6 @@ class Shape:
     long: int = 64
     """L, likewise; 0: no long-term memory."""
     window: int = WINDOW
-    segment: int = SEGMENT
     depth: int = DEPTH
     coverage: int | None = None
     """Windows in the queue, the same at every scale; the scale's own queue when not given."""
