@@ -201,19 +201,24 @@ class Layer(nn.Module, Generic[Memory]):
         """
         tokens = stream.x_BtD.size(1)
         xu_BtD = self.recall(_joined(stream.x_BtD, stream.u_BSD), memory, part)
-        made = self.block.project(xu_BtD)
-        own, written = made.pairs.split(tokens)
+        z_BPD = self.past_tokens(memory) if window is None else None
+        made = self.block.project(xu_BtD, z_BPD)
         r_BPD, past = stream.r_BPD, None
-        if part.opens:
-            past, r_BPD = self.precede(r_BPD, memory, part, sight)
-        if window is None:
-            assert past is not None, "whole windows open windows"
-            pairs = past.join(made.pairs)
+        if z_BPD is not None:
+            pairs, first = made.pairs, self.past_slots
+            past, own = pairs.slots(0, first), pairs.slots(first, first + tokens)
         else:
-            window = self._extended(window, past, own, part)
-            pairs = Pairs(window.keys_BHkE, window.values_BHkE)
-            past, own = pairs.split(self.past_slots)
-            pairs = pairs if stream.u_BSD is None else pairs.join(written)
+            own, written = made.pairs.split(tokens)
+            if part.opens:
+                past, r_BPD = self.precede(r_BPD, memory, part, sight)
+            if window is None:
+                assert past is not None, "whole windows open windows"
+                pairs = past.join(made.pairs)
+            else:
+                window = self._extended(window, past, own, part)
+                pairs = Pairs(window.keys_BHkE, window.values_BHkE)
+                past, own = pairs.split(self.past_slots)
+                pairs = pairs if stream.u_BSD is None else pairs.join(written)
         if part.probe is not None:
             part.probe.note(self.index, "self", made.q_BHtE, pairs, self.block.mask(sight))
 
@@ -277,6 +282,11 @@ class Layer(nn.Module, Generic[Memory]):
     def past(self, memory: Memory, part: WindowPart) -> Pairs:
         """Keys and values of the slots that precede the window in self-attention."""
         return Pairs(*[memory[0].new_zeros(len(memory[0]), *size) for size in self.pairs_size(0)])
+
+    def past_tokens(self, memory: Memory) -> Tensor | None:
+        """Tokens before the window whose pairs are the past: those of whole windows are projected
+        together with them. None where the past is anything else, or nothing."""
+        return None
 
     def precede(
         self, r_BPD: Tensor | None, memory: Memory, part: WindowPart, sight: Sight

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from typing import ClassVar, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from melodi.config import ModelConfig
@@ -111,6 +110,9 @@ class ShortTermLayer(Layer[MelodiMemory]):
     def past(self, memory: MelodiMemory, part: WindowPart) -> Pairs:
         return self.project(memory.z_BSD)
 
+    def past_tokens(self, memory: MelodiMemory) -> Tensor | None:
+        return memory.z_BSD if self.past_slots else None
+
     def keep(self, x_BtD: Tensor, h_BtD: Tensor) -> Tensor:
         return x_BtD
 
@@ -123,8 +125,9 @@ class ShortTermLayer(Layer[MelodiMemory]):
 
         Without branching, and where nothing is above, the summary goes on as it is.
         """
+        xu_BtD = torch.cat([x_BWD, u_hat_BSD], dim=1)
         mixers = (self.up, self.right, self.long)
-        return Branches(*[u_hat_BSD if M is None else M(x_BWD, u_hat_BSD) for M in mixers])
+        return Branches(*[u_hat_BSD if M is None else M(xu_BtD) for M in mixers])
 
     def remember(self, new: Branches, memory: MelodiMemory, part: WindowPart) -> MelodiMemory:
         """What is carried to the next window."""
@@ -252,19 +255,12 @@ class TokenMixer(nn.Module):
             for output, token in enumerate(tokens[: self.weight.size(1)]):
                 self.weight[token, output] = 1
 
-    def forward(self, x_BWD: Tensor, u_hat_BSD: Tensor) -> Tensor:
-        context_WO, summary_SO = self.weight.split([self.window, len(self.weight) - self.window])
-        mixed_BOD = mixed(context_WO, x_BWD, self.context_norm)
-        mixed_BOD = mixed_BOD + mixed(summary_SO, u_hat_BSD, self.summary_norm)
+    def forward(self, xu_BtD: Tensor) -> Tensor:
+        x_BWD, u_hat_BSD = xu_BtD.split([self.window, xu_BtD.size(1) - self.window], dim=1)
+        if self.context_norm is not None and self.summary_norm is not None:
+            xu_BtD = torch.cat([self.context_norm(x_BWD), self.summary_norm(u_hat_BSD)], dim=1)
+        # The weights for every row: torch would turn all rows around to make one product of them.
+        mixed_BOD = torch.bmm(self.weight.T.expand(len(xu_BtD), -1, -1), xu_BtD)
         if self.bias is not None:
             mixed_BOD = mixed_BOD + self.bias[:, None]
         return mixed_BOD if self.summary_norm is None else mixed_BOD + u_hat_BSD
-
-
-def mixed(weight_tO: Tensor, x_BtD: Tensor, norm: RMSNorm | None) -> Tensor:
-    """Wᵀ·n(x). The norm's weights are the same for all tokens, so they can follow the few that are
-    mixed instead of the many: Wᵀ(w ∘ x) = w ∘ Wᵀx."""
-    if norm is None:
-        return weight_tO.T @ x_BtD
-    normed_BtD = F.rms_norm(x_BtD, norm.normalized_shape, eps=norm.eps)
-    return weight_tO.T @ normed_BtD * norm.weight

@@ -108,9 +108,15 @@ class Block(nn.Module):
         seen = self.project(x_BtD)
         return self.finish(x_BtD, self.attend(seen.q_BHtE, z.join(seen.pairs), sight))
 
-    def project(self, x_BtD: Tensor) -> Projections:
-        h_BtD = self.normed(x_BtD)
-        return Projections(h_BtD, self.queries(h_BtD), self.pairs(h_BtD))
+    def project(self, x_BtD: Tensor, z_BPD: Tensor | None = None) -> Projections:
+        """Of the tokens x; with tokens z that precede them, which ask nothing, the pairs are those
+        of [z; x], made together."""
+        if z_BPD is None:
+            h_BtD = self.normed(x_BtD)
+            return Projections(h_BtD, self.queries(h_BtD), self.pairs(h_BtD))
+        h_BkD = self.normed(torch.cat([z_BPD, x_BtD], dim=1))
+        h_BtD = h_BkD[:, z_BPD.size(1) :]
+        return Projections(h_BtD, self.queries(h_BtD), self.pairs(h_BkD))
 
     def attend(self, q_BHtE: Tensor, pairs: Pairs, sight: Sight) -> Tensor:
         """Self-attention: within the window, and to the past that precedes it."""
