@@ -275,7 +275,9 @@ def attend(
     """
     mask = visible
     if bias is not None:
-        mask = bias if visible is None else bias.masked_fill(~visible, float("-inf"))
+        mask = bias
+        if visible is not None:  # a sum, because masked_fill takes three times as long
+            mask = bias + torch.where(visible, 0.0, float("-inf")).to(bias.dtype)
         if bias.requires_grad and q_BHtE.device.type == "cpu":
             # On CPU a bias with a gradient takes torch's slow general path: this is faster.
             scores_BHtk = q_BHtE @ k_BHkE.transpose(2, 3)
@@ -346,7 +348,7 @@ def relu2(x: Tensor) -> Tensor:
 
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "relu": F.relu,
+    "relu": F.relu_,  # nothing else needs what it is made of
     "relu2": relu2,
     "gelu": F.gelu,
 }
