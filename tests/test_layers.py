@@ -151,3 +151,18 @@ def test_the_position_bias_starts_near(attention: str) -> None:
         assert not level.any()
     zero = LanguageModel(replace(config, dialect=f"{dialect},bias_start=zero"))
     assert not any(table.any() for table in zero.position_bias.tables.values())
+
+
+def test_whoever_watches_the_feed_forward_sees_it_before_relu() -> None:
+    """ReLU writes into its input only where nobody else has it; the results are the same."""
+    model = make(KINDS["melodi"])
+    tokens = random_tokens(1, 2 * WINDOW)
+    expected, _ = model(tokens, model.empty_state(1))
+    seen: list[torch.Tensor] = []
+    hidden = model.stack[0].block.ffn.hidden
+    hidden.register_forward_hook(lambda _module, _inputs, output: seen.append(output))
+    hidden.register_full_backward_hook(lambda *_: None)
+    logits, _ = model(tokens, model.empty_state(1))
+    torch.testing.assert_close(logits, expected, **TOLERANCE)
+    assert all((one < 0).any() for one in seen)
+    logits.sum().backward()

@@ -149,10 +149,10 @@ def test_dropout_is_where_the_official_code_has_it(monkeypatch: pytest.MonkeyPat
     model = make(replace(KINDS["melodi"], layers=("long",), dropout=0.25)).train()
     model(random_tokens(1, 2 * WINDOW), model.empty_state(1))
     width, summary = model.config.width, model.config.short_term_tokens
-    xu, z, m = (WINDOW + summary, width), (summary, width), (2, width)
+    xu, zxu, m = (WINDOW + summary, width), (summary + WINDOW + summary, width), (2, width)
     heads = (model.config.num_heads, WINDOW + summary, summary + WINDOW + summary)
-    first = [xu, z, heads, xu, m]
-    second = [xu, z, heads, "attention 0.25", xu, m]
+    first = [zxu, heads, xu, m]
+    second = [zxu, heads, "attention 0.25", xu, m]
     assert places == [*first, *second, (2 * WINDOW, width)]
 
 

@@ -1,8 +1,9 @@
 """The frame that all layer kinds share: h(z, x, u) for a part of a window, in any cut.
 
 - `Layer.forward` is the paper's h: self-attention over [past; window; write tokens], what else the
-  kind reads, then, when a window is full, what it writes. A kind says what its past is (`past`),
-  what else it reads (`recall`, `read`), and what a full window leaves behind (`write`).
+  kind reads, then, when a window is full, what it writes. A kind says what its past is (`past`,
+  and `past_tokens` where it is made of tokens), what else it reads (`recall`, `read`), and what a
+  full window leaves behind (`write`).
 - A `WindowPart` is at most one window per row. Whole aligned windows are the fast path; in all
   other parts the layer adds to its `OpenWindow`, and rows whose window is not full remember
   nothing.

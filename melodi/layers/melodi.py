@@ -125,8 +125,10 @@ class ShortTermLayer(Layer[MelodiMemory]):
 
         Without branching, and where nothing is above, the summary goes on as it is.
         """
-        xu_BtD = torch.cat([x_BWD, u_hat_BSD], dim=1)
         mixers = (self.up, self.right, self.long)
+        if mixers == (None, None, None):
+            return Branches(u_hat_BSD, u_hat_BSD, u_hat_BSD)
+        xu_BtD = torch.cat([x_BWD, u_hat_BSD], dim=1)
         return Branches(*[u_hat_BSD if M is None else M(xu_BtD) for M in mixers])
 
     def remember(self, new: Branches, memory: MelodiMemory, part: WindowPart) -> MelodiMemory:

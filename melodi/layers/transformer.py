@@ -71,7 +71,8 @@ class Sight(NamedTuple):
 
 
 class Projections(NamedTuple):
-    """What a block makes of its input: the normed tokens, their queries, their pairs."""
+    """What a block makes of its input: the normed tokens, their queries, their pairs, and before
+    these the pairs of tokens that precede them, if there are such."""
 
     h_BtD: Tensor
     q_BHtE: Tensor
@@ -135,7 +136,7 @@ class Block(nn.Module):
         bias, visible = self.scale.bias(sight.bias_bHtk), sight.visible_b1tk
         assert visible is not None, "only tokens that are read one at a time have no mask"
         bias = torch.zeros(visible.shape, device=visible.device) if bias is None else bias
-        return bias.masked_fill(~visible, float("-inf"))
+        return masked(bias, visible)
 
     def finish(self, x_BtD: Tensor, *heads_BHtE: Tensor) -> Tensor:
         """Back from attention to the residual stream, and through the feed-forward."""
@@ -212,7 +213,10 @@ class FeedForward(nn.Module):
         self.activation = ACTIVATIONS[config.answers.activation]
 
     def forward(self, h_BtD: Tensor) -> Tensor:
-        return self.output(self.activation(self.hidden(h_BtD)))
+        f_BtF = self.hidden(h_BtD)
+        if self.activation is F.relu and not is_watched(self.hidden):
+            return self.output(F.relu_(f_BtF))
+        return self.output(self.activation(f_BtF))
 
 
 class RelativePositionBias(nn.Module):
@@ -275,9 +279,7 @@ def attend(
     """
     mask = visible
     if bias is not None:
-        mask = bias
-        if visible is not None:  # a sum, because masked_fill takes three times as long
-            mask = bias + torch.where(visible, 0.0, float("-inf")).to(bias.dtype)
+        mask = bias if visible is None else masked(bias, visible)
         if bias.requires_grad and q_BHtE.device.type == "cpu":
             # On CPU a bias with a gradient takes torch's slow general path: this is faster.
             scores_BHtk = q_BHtE @ k_BHkE.transpose(2, 3)
@@ -287,6 +289,12 @@ def attend(
     return F.scaled_dot_product_attention(
         q_BHtE, k_BHkE, v_BHkE, attn_mask=mask, dropout_p=dropout, scale=1.0
     )
+
+
+def masked(bias_bHtk: Tensor, visible_b1tk: Tensor) -> Tensor:
+    """The bias, and -inf where nothing is seen: by a sum, because visibility has fewer entries than
+    the bias, and a sum has no gradient to compute."""
+    return bias_bHtk + torch.where(visible_b1tk, 0.0, float("-inf")).to(bias_bHtk.dtype)
 
 
 def bucket_of_distance(distance: Tensor) -> Tensor:
@@ -348,7 +356,7 @@ def relu2(x: Tensor) -> Tensor:
 
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "relu": F.relu_,  # nothing else needs what it is made of
+    "relu": F.relu,
     "relu2": relu2,
     "gelu": F.gelu,
 }
@@ -364,6 +372,13 @@ class Linear(nn.Linear):
         randomise(self.weight, self.in_features**-0.5)
         if self.bias is not None:
             nn.init.zeros_(self.bias)
+
+
+def is_watched(linear: nn.Module) -> bool:
+    """Whether anybody else may have, or need, what the module returns: then nothing may be written
+    into it."""
+    hooks = ("_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return type(linear) is not Linear or any(getattr(linear, name) for name in hooks)
 
 
 def randomise(parameter: Tensor, std: float) -> None:

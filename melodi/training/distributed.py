@@ -160,7 +160,7 @@ def distribute(
     """The model as this process runs it: alone, in DDP, or sharded by FSDP2."""
     forward = NatsForward(model)
     if sharding == "fsdp" and dist.is_initialized():
-        # Layers return views, which is safe: nothing here changes a tensor in place.
+        # Layers return views, which is safe: nothing here writes into what they return.
         warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
         for layer in model.layers:
             fully_shard(layer, reshard_after_forward=False, mp_policy=gathered_in(precision))
