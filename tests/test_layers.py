@@ -164,5 +164,6 @@ def test_whoever_watches_the_feed_forward_sees_it_before_relu() -> None:
     hidden.register_full_backward_hook(lambda *_: None)
     logits, _ = model(tokens, model.empty_state(1))
     torch.testing.assert_close(logits, expected, **TOLERANCE)
+    assert len(seen) == 2
     assert all((one < 0).any() for one in seen)
     logits.sum().backward()

@@ -73,8 +73,9 @@ class Scale:
         memory, it holds two: of fewer rows, or, as in the paper, of as many."""
         length, window = self.segment_windows * self.window, self.row_window(shape)
         windows = max(length // window, 2)
-        fewer = max(self.rows * length // (windows * window), 1)
-        rows = self.rows if self.training == "paper" else fewer
+        rows = self.rows
+        if self.training != "paper":
+            rows = max(rows * length // (windows * window), 1)
         step = rows * windows * window
         return replace(
             recipe(f"{self.training}-{shape.system}"),
