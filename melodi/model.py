@@ -32,9 +32,10 @@ from melodi.layers.nats import linear_nats
 from melodi.layers.token import is_bare
 from melodi.layers.transformer import RelativePositionBias, RMSNorm, Sight, randomise
 from melodi.memory import Fill, Fingerprint, Maker, MemoryState
-from melodi.reading import RaggedRows, Turn, counters, inside, turns
+from melodi.reading import Handover, RaggedRows, Turn, counters, inside, turns
 from melodi.sharded import gather
 from melodi.sights import alike, sights, token_sights
+from melodi.threads import side_by_side
 
 
 class Scored(NamedTuple):
@@ -224,6 +225,9 @@ class LanguageModel(nn.Module):
                 layer.begin_segment(m, windows) for layer, m in zip(self.stack, memory, strict=True)
             )
         plan = list(turns(state, lengths_B))
+        if growing and in_place and self._overlaps():
+            memory = self._overlapping(plan, memory, rows, known)
+            (windows_B, open_B), plan = plan[-1].next_counters(), []
         for turn, counters_4B in zip(plan, counters(plan, device), strict=True):
             if turn.whole:
                 opened, fill = None, None
@@ -266,6 +270,46 @@ class LanguageModel(nn.Module):
         on_cpu = self.embedding.weight.device.type == "cpu"
         return on_cpu and not (self.training and self.config.dropout)
 
+    def _overlaps(self) -> bool:
+        """Whether several windows can be on their way through the stack, in threads of their own:
+        on a CPU, where no memory goes from the last layer to the first, nothing is random, and
+        nobody waits for one layer after the other."""
+        first = self.stack[0]
+        return (
+            self.embedding.weight.device.type == "cpu"
+            and type(first).end is Layer.end
+            and not (self.training and self.config.dropout)
+            and all(map(is_bare, self.stack))
+        )
+
+    def _overlapping(
+        self,
+        plan: Sequence[Turn],
+        memory: Sequence[LayerMemory],
+        rows: RaggedRows,
+        known: dict[tuple[object, ...], tuple[Sight, ...]],
+    ) -> tuple[LayerMemory, ...]:
+        """Whole windows, read without a gradient: layer l of window k needs layer l - 1 of its own
+        window, and what layer l remembers of window k - 1. So each window follows the one before it
+        through the stack, a layer or more behind. Gives the memory after the last."""
+        steps = []
+        for turn, counters_4B in zip(plan, counters(plan, torch.device("cpu")), strict=True):
+            part = turn.part(counters_4B, in_place=True)
+            seen = self._sights(turn, known, masked=False)
+            steps.append((rows.tokens(turn), memory, part, seen, left := Handover(len(self.stack))))
+            memory = left
+
+        def read(
+            step: tuple[Tensor, Sequence[LayerMemory], WindowPart, tuple[Sight, ...], Handover],
+        ) -> Tensor:
+            tokens_Bt, memory, part, seen, left = step
+            with left.failing():
+                return self._window(tokens_Bt, memory, None, part, seen, left).x_BtD
+
+        for turn, x_BtD in zip(plan, side_by_side(read, steps, len(self.stack)), strict=True):
+            rows.add(x_BtD, turn)
+        return tuple(memory)
+
     def is_plain(self) -> bool:
         """Without autocast, static shapes and dropout, which layers/token.py cannot do."""
         weight = self.embedding.weight
@@ -295,14 +339,16 @@ class LanguageModel(nn.Module):
     def _window(
         self,
         tokens_Bt: Tensor,
-        memory: tuple[LayerMemory, ...],
+        memory: Sequence[LayerMemory],
         opened: tuple[OpenWindow, ...] | None,
         part: WindowPart,
         sights: tuple[Sight, ...],
+        left: Handover | None = None,
     ) -> Window:
         """One window, or a part of one, through the stack: layer l = 1, 2, …
 
-        Write tokens run only when a window is full, and up to the last layer that needs them.
+        Write tokens run only when a window is full, and up to the last layer that needs them. What
+        layers remember is handed on at once to whoever waits for it.
         """
         first, stack = self.stack[0], self.stack
         x_BtD = self.embedding(tokens_Bt) * self.input_scale
@@ -315,6 +361,8 @@ class LanguageModel(nn.Module):
             if i == self.last_writing_layer:
                 u_BSD, stream = stream.u_BSD, stream._replace(u_BSD=None)
             memories.append(output.memory)
+            if left is not None:
+                left.append(output.memory)
             windows.append(output.window)
             if output.extra_loss is not None:
                 extra_loss = output.extra_loss + (0 if extra_loss is None else extra_loss)

@@ -4,19 +4,22 @@
   window, or of its tokens. While all rows read whole windows, turn k is window k of the paper.
 - `counters` takes what the layers need of all turns to the device at once.
 - `RaggedRows` cuts the tokens of a turn out and puts the hidden vectors of all turns together.
+- `Handover` is what the layers remember of a window that is still on its way through them.
 
 Shapes: B rows, T tokens, t tokens of a turn, D width.
 """
 
+import contextlib
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from concurrent.futures import Future
+from typing import NamedTuple, overload
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from melodi.device import upload
-from melodi.layers.frame import Probe, WindowPart
+from melodi.layers.frame import LayerMemory, Probe, WindowPart
 from melodi.memory import MemoryState
 
 MANY = 1 << 31
@@ -175,3 +178,39 @@ class RaggedRows:
         place_BT = torch.where(self.place_BT < 0, x_BTD.size(1) - 1, self.place_BT)
         index_BTD = upload(place_BT, x_BTD.device)[:, :, None].expand(-1, -1, x_BTD.size(2))
         return x_BTD.gather(1, index_BTD)
+
+
+class Handover(Sequence[LayerMemory]):
+    """What each layer remembers of a window, while another thread takes that window through the
+    stack: whoever asks for it waits until the layer is done."""
+
+    def __init__(self, layers: int) -> None:
+        self.futures: list[Future[LayerMemory]] = [Future() for _ in range(layers)]
+        self.done = 0
+
+    def append(self, memory: LayerMemory) -> None:
+        """Of the next layer."""
+        self.futures[self.done].set_result(memory)
+        self.done += 1
+
+    @contextlib.contextmanager
+    def failing(self) -> Iterator[None]:
+        """An error of the thread is one of all who wait for it."""
+        try:
+            yield
+        except BaseException as error:
+            for future in self.futures[self.done :]:
+                future.set_exception(error)
+            raise
+
+    @overload
+    def __getitem__(self, layer: int) -> LayerMemory: ...
+    @overload
+    def __getitem__(self, layer: slice) -> Sequence[LayerMemory]: ...
+    def __getitem__(self, layer: int | slice) -> LayerMemory | Sequence[LayerMemory]:
+        if isinstance(layer, slice):
+            return [future.result() for future in self.futures[layer]]
+        return self.futures[layer].result()
+
+    def __len__(self) -> int:
+        return len(self.futures)

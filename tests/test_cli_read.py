@@ -15,6 +15,7 @@ from test_cli import TEXTS, _same_threads, folder, printed, refused
 
 from melodi import StreamReader, load
 from melodi.cli import main
+from melodi.evaluation import texts
 from melodi.evaluation.documents import Evaluation
 from melodi.evaluation.texts import TextRead
 
@@ -186,8 +187,9 @@ def test_an_interruption_saves_what_was_read(
     tmp_path: Path,
 ) -> None:
     """Ctrl-C ends a reading with 130, SIGTERM with 143; its memory file is that of the windows
-    read."""
+    read, two at a time here."""
     run, memory = book.parent / "run", tmp_path / "memory"
+    monkeypatch.setattr(texts, "CHUNK_WINDOWS", 2)
     add, windows = TextRead.add, []
 
     def interrupted(result: TextRead, nats_T: torch.Tensor) -> Evaluation:
@@ -204,8 +206,8 @@ def test_an_interruption_saves_what_was_read(
     reader = StreamReader.load(model, memory)
     (count,) = reader.tokens_read
     out, error = capsys.readouterr()
-    assert (out, count) == ("", 48)
-    assert error.endswith(f"interrupted after 48 tokens: what was read is in {memory}\n")
+    assert (out, count) == ("", 64)
+    assert error.endswith(f"interrupted after 64 tokens: what was read is in {memory}\n")
     rest = reader.read(TEXT[count:])
     expected = StreamReader(model).read(TEXT)
     torch.testing.assert_close(rest, expected[count:], rtol=0, atol=1e-5)

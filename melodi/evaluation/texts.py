@@ -22,9 +22,7 @@ from melodi.evaluation.documents import Evaluation
 from melodi.model import LanguageModel
 from melodi.precision import Precision
 from melodi.stream import StreamReader
-
-CHUNK_WINDOWS = 8
-"""Windows that each of several documents is read by at a time."""
+from melodi.stream.reader import CHUNK_WINDOWS
 
 
 @dataclass
@@ -93,7 +91,7 @@ def read_one(
     result = TextRead(document)
     ids = ids_of(document, reader.model.tokenizer, goes_on=reader.tokens_read[0] > 0)
     seen = 0
-    for window in reader.read_windows(ids):
+    for window in reader.read_windows(ids, ahead=CHUNK_WINDOWS):
         new = result.add(window.nats_T)
         result.windows.append(
             {

@@ -13,6 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from melodi.precision import product_dtype
+from melodi.sharded import is_sharded
+from melodi.threads import side_by_side
 
 CHUNK_LOGITS = 1 << 20
 """Logits that should exist at the same time: more leave the cache, and are mapped afresh."""
@@ -28,11 +30,14 @@ def linear_nats(x_nD: Tensor, weight_VD: Tensor, targets_n: Tensor, scale: float
     if torch.is_grad_enabled() and (x_nD.requires_grad or weight_VD.requires_grad):
         nats_n: Tensor = LinearNats.apply(x_nD, weight_VD, targets_n, scale)
         return nats_n
-    parts = [
-        nats_in_place(logits_of(x, weight_VD, scale), target)[0]
-        for x, target in chunks(x_nD, targets_n, len(weight_VD))
-    ]
-    return torch.cat(parts)
+
+    def nats_of(chunk: tuple[Tensor, Tensor]) -> Tensor:
+        x_cD, target_c = chunk
+        return nats_in_place(logits_of(x_cD, weight_VD, scale), target_c)[0]
+
+    parts = list(chunks(x_nD, targets_n, len(weight_VD)))
+    several = x_nD.device.type == "cpu" and not is_sharded(weight_VD)
+    return torch.cat(side_by_side(nats_of, parts, None if several else 1))
 
 
 class LinearNats(torch.autograd.Function):

@@ -33,8 +33,8 @@ from melodi.stream.sampling import Choices, Sampling
 from melodi.stream.source import Feed, Source
 from melodi.stream.spoken import Spoken
 
-CHUNK_WINDOWS = 8
-"""Windows that `read` gives to the model at once."""
+CHUNK_WINDOWS = 16
+"""Windows that `read` gives to the model at once: several go through the layers side by side."""
 
 
 class WindowRead(NamedTuple):
@@ -125,16 +125,24 @@ class StreamReader:
             )
         return self._read_rows([self._feed(source, i).take() for i, source in enumerate(sources)])
 
-    def read_windows(self, source: Source) -> Iterator[WindowRead]:
+    def read_windows(self, source: Source, ahead: int = 1) -> Iterator[WindowRead]:
         """Reads on, and gives each window when it is read; the last may be shorter. No more is
-        taken from the source than the window needs, so it may be without end."""
+        taken from the source than the next window needs, so it may be without end; with `ahead` as
+        much as so many windows need, which are read together, and faster."""
         self._check_one_row("read_batch")
-        feed = self._feed(source, 0)
+        if ahead < 1:
+            raise ValueError(
+                f"ahead={ahead} must be at least 1: the windows that are read together"
+            )
+        feed, window = self._feed(source, 0), self.model.config.window
 
         def windows() -> Iterator[WindowRead]:
-            while len(ids := feed.take(self.model.config.window - int(self.state.open_B[0]))):
+            while len(ids := feed.take(ahead * window - int(self.state.open_B[0]))):
                 first = self.tokens_read[0]
-                yield WindowRead(first, self._read_rows([ids])[0])
+                nats_T, left = self._read_rows([ids])[0], window - first % window
+                for part_T in filter(len, (nats_T[:left], *nats_T[left:].split(window))):
+                    yield WindowRead(first, part_T)
+                    first += len(part_T)
 
         return windows()
 
