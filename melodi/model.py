@@ -35,7 +35,7 @@ from melodi.memory import Fill, Fingerprint, Maker, MemoryState
 from melodi.reading import Handover, RaggedRows, Turn, counters, inside, turns
 from melodi.sharded import gather
 from melodi.sights import alike, sights, token_sights
-from melodi.threads import side_by_side
+from melodi.threads import side_by_side, worker_count
 
 
 class Scored(NamedTuple):
@@ -272,14 +272,15 @@ class LanguageModel(nn.Module):
 
     def _overlaps(self) -> bool:
         """Whether several windows can be on their way through the stack, in threads of their own:
-        on a CPU, where no memory goes from the last layer to the first, nothing is random, and
-        nobody waits for one layer after the other."""
-        first = self.stack[0]
+        on a CPU, where no memory goes from the last layer to the first, nothing is random, and no
+        layer is adapted, sharded, or watched by hooks."""
         return (
-            self.embedding.weight.device.type == "cpu"
-            and type(first).end is Layer.end
+            worker_count() > 1
+            and self.embedding.weight.device.type == "cpu"
+            and type(self.stack[0]).end is Layer.end
             and not (self.training and self.config.dropout)
             and all(map(is_bare, self.stack))
+            and not any(part._forward_hooks or part._forward_pre_hooks for part in self.modules())
         )
 
     def _overlapping(
@@ -292,21 +293,18 @@ class LanguageModel(nn.Module):
         """Whole windows, read without a gradient: layer l of window k needs layer l - 1 of its own
         window, and what layer l remembers of window k - 1. So each window follows the one before it
         through the stack, a layer or more behind. Gives the memory after the last."""
-        steps = []
+        steps: list[tuple[Turn, WindowPart, tuple[Sight, ...], Handover]] = []
         for turn, counters_4B in zip(plan, counters(plan, torch.device("cpu")), strict=True):
-            part = turn.part(counters_4B, in_place=True)
-            seen = self._sights(turn, known, masked=False)
-            steps.append((rows.tokens(turn), memory, part, seen, left := Handover(len(self.stack))))
+            part, left = turn.part(counters_4B, in_place=True), Handover(memory)
+            steps.append((turn, part, self._sights(turn, known, masked=False), left))
             memory = left
 
-        def read(
-            step: tuple[Tensor, Sequence[LayerMemory], WindowPart, tuple[Sight, ...], Handover],
-        ) -> Tensor:
-            tokens_Bt, memory, part, seen, left = step
+        def read(step: tuple[Turn, WindowPart, tuple[Sight, ...], Handover]) -> Tensor:
+            turn, part, seen, left = step
             with left.failing():
-                return self._window(tokens_Bt, memory, None, part, seen, left).x_BtD
+                return self._window(rows.tokens(turn), left.before, None, part, seen, left).x_BtD
 
-        for turn, x_BtD in zip(plan, side_by_side(read, steps, len(self.stack)), strict=True):
+        for turn, x_BtD in zip(plan, side_by_side(read, steps), strict=True):
             rows.add(x_BtD, turn)
         return tuple(memory)
 

@@ -19,6 +19,7 @@ from torch.nn.utils.rnn import pad_sequence
 from melodi.layers.nats import chunks, linear_nats, logits_of
 from melodi.memory import MemoryState
 from melodi.model import LanguageModel
+from melodi.reading import portions
 from melodi.stream.reader import CHUNK_WINDOWS, evaluating
 
 
@@ -96,9 +97,9 @@ def walk(model: LanguageModel, stretches: Stretches) -> list[Point]:
     state = stretches.above.state.select([0] * len(stretches.texts))
     last_BD = stretches.above.last_1D.repeat(len(stretches.texts), 1)
     ids = [torch.tensor(row) for row in stretches.ids()]
-    size = CHUNK_WINDOWS * model.config.window
-    for start in range(0, max(map(len, ids)), size):
-        piece = [row[start : start + size] for row in ids]
+    longest, place = max(map(len, ids)), int(state.open_B.max())
+    for cut in portions(longest, place, model.config.window, CHUNK_WINDOWS):
+        piece = [row[cut] for row in ids]
         lengths = [len(row) for row in piece]
         tokens_BT = pad_sequence(piece, batch_first=True).to(last_BD.device)
         ragged = lengths if len(set(lengths)) > 1 else None
@@ -106,7 +107,8 @@ def walk(model: LanguageModel, stretches: Stretches) -> list[Point]:
         for row, (group, new) in enumerate(zip(stretches.texts, piece, strict=True)):
             if len(new):
                 expecting_TD = torch.cat([last_BD[row, None], x_BTD[row, : len(new) - 1]])
-                add(model, group, stretches.depth + start, expecting_TD, tokens_BT[row, : len(new)])
+                depth = stretches.depth + cut.start
+                add(model, group, depth, expecting_TD, tokens_BT[row, : len(new)])
                 last_BD[row] = x_BTD[row, len(new) - 1]
     return [Point(state.select([row]), last_BD[row : row + 1]) for row in range(len(ids))]
 

@@ -132,6 +132,21 @@ def turns(state: MemoryState, lengths_B: Tensor) -> Iterator[Turn]:
         start_B = start_B + length_B
 
 
+def portions(length: int, place: int, window: int, most: int) -> Iterator[slice]:
+    """Cuts of so many tokens that are read from this place in a window: what fills it, whole
+    windows, at most so many at a time, which are read fastest, and what is left."""
+    start = min((window - place) % window, length)
+    if start:
+        yield slice(0, start)
+    whole = length - (length - start) % window
+    while start < whole:
+        end = min(start + most * window, whole)
+        yield slice(start, end)
+        start = end
+    if start < length:
+        yield slice(start, length)
+
+
 def counters(turns: Sequence[Turn], device: torch.device) -> tuple[Tensor, ...]:
     """Of each turn the windows read, the position, the length, and which rows are full, (4, B);
     copied to the device in one go."""
@@ -182,15 +197,19 @@ class RaggedRows:
 
 class Handover(Sequence[LayerMemory]):
     """What each layer remembers of a window, while another thread takes that window through the
-    stack: whoever asks for it waits until the layer is done."""
+    stack: whoever asks for it waits until the layer is done. What the window before has left is
+    dropped as soon as it was read."""
 
-    def __init__(self, layers: int) -> None:
-        self.futures: list[Future[LayerMemory]] = [Future() for _ in range(layers)]
+    def __init__(self, before: Sequence[LayerMemory]) -> None:
+        self.before = before
+        self.layers: list[Future[LayerMemory]] = [Future() for _ in range(len(before))]
         self.done = 0
 
     def append(self, memory: LayerMemory) -> None:
         """Of the next layer."""
-        self.futures[self.done].set_result(memory)
+        if isinstance(self.before, Handover):
+            self.before.layers[self.done] = Future()
+        self.layers[self.done].set_result(memory)
         self.done += 1
 
     @contextlib.contextmanager
@@ -199,8 +218,9 @@ class Handover(Sequence[LayerMemory]):
         try:
             yield
         except BaseException as error:
-            for future in self.futures[self.done :]:
-                future.set_exception(error)
+            for layer in self.layers:
+                if not layer.done():
+                    layer.set_exception(error)
             raise
 
     @overload
@@ -209,8 +229,8 @@ class Handover(Sequence[LayerMemory]):
     def __getitem__(self, layer: slice) -> Sequence[LayerMemory]: ...
     def __getitem__(self, layer: int | slice) -> LayerMemory | Sequence[LayerMemory]:
         if isinstance(layer, slice):
-            return [future.result() for future in self.futures[layer]]
-        return self.futures[layer].result()
+            return [future.result() for future in self.layers[layer]]
+        return self.layers[layer].result()
 
     def __len__(self) -> int:
-        return len(self.futures)
+        return len(self.layers)

@@ -36,6 +36,7 @@ from melodi.bench.subjects import our_subject, random_tokens, read_document, rea
 from melodi.memory import MemoryState
 from melodi.model import LanguageModel
 from melodi.precision import autocast
+from melodi.stream.reader import CHUNK_WINDOWS
 
 Note = Callable[[str], None]
 ROOFS = {"train": "roof", "read": "roof", "generate": "bandwidth"}
@@ -154,8 +155,9 @@ def documents(size: Size, plan: Plan, note: Note) -> list[dict[str, Any]]:
     """Whole documents, read by ours and, in one piece and in chunks, by full attention."""
     torch.manual_seed(0)
     model = LanguageModel(size.reference).eval()
+    at_once = CHUNK_WINDOWS * size.reference.window  # as StreamReader does
     readers: dict[str, Callable[[int], object]] = {
-        REFERENCE: lambda length: read_document(model, length, size.segment)
+        REFERENCE: lambda length: read_document(model, length, at_once)
     }
     with contextlib.suppress(ImportError):  # its absence was noted before
         more = full_attention.document_readers(size.reference, size.segment)

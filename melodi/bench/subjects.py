@@ -100,7 +100,7 @@ def our_subject(name: str, config: ModelConfig, size: Size) -> Subject:
 
 
 def read_document(model: LanguageModel, length: int, chunk: int) -> MemoryState:
-    """Reads a document of random tokens from its start, one row, a segment at a time."""
+    """Reads a document of random tokens from its start, one row, a chunk at a time."""
     tokens_1T = random_tokens(model.config, 1, chunk)
     state = model.empty_state(1)
     for _ in range(max(length // chunk, 1)):

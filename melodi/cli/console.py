@@ -134,7 +134,7 @@ def check_at_least(least: int, **values: int | None) -> None:
 
 
 def use_threads(threads: int | None) -> None:
-    """Threads are set here and nowhere else."""
+    """All of torch's threads are set here and nowhere else; threads.py shares them out."""
     check_at_least(1, threads=threads)
     if threads is not None:
         import torch

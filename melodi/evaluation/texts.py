@@ -91,7 +91,9 @@ def read_one(
     result = TextRead(document)
     ids = ids_of(document, reader.model.tokenizer, goes_on=reader.tokens_read[0] > 0)
     seen = 0
-    for window in reader.read_windows(ids, ahead=CHUNK_WINDOWS):
+    # What comes through a pipe may come slowly: no more of it is waited for than is read at once.
+    ahead = 1 if document.name == "-" else CHUNK_WINDOWS
+    for window in reader.read_windows(ids, ahead):
         new = result.add(window.nats_T)
         result.windows.append(
             {

@@ -36,6 +36,7 @@ from transformers.utils.generic import can_return_tuple
 from melodi.config import PRESETS, ModelConfig
 from melodi.memory import MemoryState
 from melodi.model import Embedding, LanguageModel
+from melodi.reading import portions
 from melodi.stream.reader import CHUNK_WINDOWS
 
 REFUSED = ("inputs_embeds", "output_attentions", "output_hidden_states", "cu_seq_lens_q", "seq_idx")
@@ -276,19 +277,19 @@ class MelodiForCausalLM(PreTrainedModel, GenerationMixin):
         if not real_BT.all():
             order_BT = (~real_BT).int().argsort(dim=1, stable=True)
             tokens_BT = tokens_BT.gather(1, order_BT)
-        longest = int(lengths_B.max())
-        piece = CHUNK_WINDOWS * self.core.config.window
-        first = longest if torch.is_grad_enabled() else piece - int(state.open_B.max())
+        longest, place = int(lengths_B.max()), int(state.open_B.max())
+        cuts = [slice(0, longest)]
+        if not torch.is_grad_enabled():
+            cuts = list(portions(longest, place, self.core.config.window, CHUNK_WINDOWS))
         x_BKD = self.core.embedding.weight.new_zeros(*place_BK.shape, self.config.hidden_size)
-        start = 0
-        while start < longest:
-            end = min(start + (piece if start else first), longest)
-            lengths = (lengths_B - start).clamp(0, end - start)
-            x_BtD, state, extra_loss = self.core.hidden(tokens_BT[:, start:end], state, lengths)
-            row_n, column_n = ((place_BK >= start) & (place_BK < end)).nonzero(as_tuple=True)
+        for cut in cuts:
+            lengths = (lengths_B - cut.start).clamp(0, cut.stop - cut.start)
+            x_BtD, state, extra_loss = self.core.hidden(tokens_BT[:, cut], state, lengths)
+            row_n, column_n = ((place_BK >= cut.start) & (place_BK < cut.stop)).nonzero(
+                as_tuple=True
+            )
             x_BKD = x_BKD.to(x_BtD.dtype)
-            x_BKD[row_n, column_n] = x_BtD[row_n, place_BK[row_n, column_n] - start]
-            start = end
+            x_BKD[row_n, column_n] = x_BtD[row_n, place_BK[row_n, column_n] - cut.start]
         return x_BKD, state, extra_loss
 
 

@@ -1,4 +1,5 @@
-"""Nats of targets straight from hidden vectors: no more than a chunk of logits exists at a time.
+"""Nats of targets straight from hidden vectors: no more than a chunk of logits exists at a time,
+in each of the few threads that compute them.
 
 The gradient is taken in the forward pass, chunk by chunk, while the logits are there. That is
 possible because what comes back from a sum is one number; any other gradient is computed again.
@@ -36,8 +37,9 @@ def linear_nats(x_nD: Tensor, weight_VD: Tensor, targets_n: Tensor, scale: float
         return nats_in_place(logits_of(x_cD, weight_VD, scale), target_c)[0]
 
     parts = list(chunks(x_nD, targets_n, len(weight_VD)))
-    several = x_nD.device.type == "cpu" and not is_sharded(weight_VD)
-    return torch.cat(side_by_side(nats_of, parts, None if several else 1))
+    if x_nD.device.type == "cpu" and not is_sharded(weight_VD):
+        return torch.cat(side_by_side(nats_of, parts))
+    return torch.cat([nats_of(part) for part in parts])
 
 
 class LinearNats(torch.autograd.Function):

@@ -29,6 +29,7 @@ from melodi.memory import MemoryState
 from melodi.memory_file import Place
 from melodi.model import LanguageModel
 from melodi.precision import Precision, autocast, resolve
+from melodi.reading import portions
 from melodi.stream.sampling import Choices, Sampling
 from melodi.stream.source import Feed, Source
 from melodi.stream.spoken import Spoken
@@ -237,9 +238,9 @@ class StreamReader:
         if not any(map(len, ids)):
             raise ValueError("there is nothing to read: give at least one token id")
         nats: list[list[Tensor]] = [[] for _ in ids]
-        size = CHUNK_WINDOWS * self.model.config.window
-        for start in range(0, max(map(len, ids)), size):
-            chunk = [row[start : start + size] for row in ids]
+        longest, place = max(map(len, ids)), int(self.state.open_B.max())
+        for cut in portions(longest, place, self.model.config.window, CHUNK_WINDOWS):
+            chunk = [row[cut] for row in ids]
             before = self._at.place
             scores = self._scores(chunk, self._advance(chunk), before)
             for row, new in zip(nats, scores, strict=True):
