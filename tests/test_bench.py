@@ -295,6 +295,22 @@ def test_bench_prints_tables(
     assert (tmp_path / "new" / "folder" / "bench.png").stat().st_size
 
 
+@pytest.mark.usefixtures("_tiny")
+def test_bench_measures_one_part(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was not asked for is not measured, and has no table."""
+    monkeypatch.setenv("COLUMNS", "80")
+    text = printed(capsys, "bench --threads 1 --parts documents")
+    assert "Whole documents" in text
+    assert "Training" not in text
+    assert "read on and on" not in text
+    record = json.loads(printed(capsys, "bench --threads 1 --parts growth documents --json"))
+    assert record["growth"]
+    assert record["documents"]
+    assert record["speed"] == record["peaks"] == []
+
+
 @pytest.mark.slow
 def test_peak_memory_grows_with_the_work() -> None:
     """More rows take more; a document of twice the length does not, once the allocator has found
@@ -321,6 +337,7 @@ def test_peak_memory_grows_with_the_work() -> None:
         ("bench --threads two", "--threads: 'two' is not a whole number"),
         ("bench --size big", "'big' for argument '--size'"),
         ("bench --quik", "--quick"),
+        ("bench --parts memory", "'memory'"),
     ],
 )
 def test_mistakes(capsys: pytest.CaptureFixture[str], command: str, message: str) -> None:

@@ -8,7 +8,7 @@ import contextlib
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
 from importlib.util import find_spec
@@ -43,8 +43,8 @@ ROOFS = {"train": "roof", "read": "roof", "generate": "bandwidth"}
 """What each speed is a share of."""
 
 
-def run_bench(size: Size, plan: Plan) -> dict[str, Any]:
-    """Everything, as a record for JSON."""
+def run_bench(size: Size, plan: Plan, wanted: Sequence[str]) -> dict[str, Any]:
+    """These parts, as a record for JSON."""
     notes: list[str] = []
 
     def note(line: str) -> None:
@@ -72,6 +72,9 @@ def run_bench(size: Size, plan: Plan) -> dict[str, Any]:
         "peaks": lambda: peaks(size, plan, names, note),
     }
     for part, measure in parts.items():
+        record[part] = []
+        if part not in wanted:
+            continue
         begin = time.perf_counter()
         with autocast(size.precision, torch.device("cpu")):
             record[part] = measure()

@@ -7,6 +7,8 @@ from typing import Any, Literal
 
 from melodi.cli.console import Precision, check_at_least, parse, print_table, use_threads
 
+Part = Literal["growth", "speed", "documents", "peaks"]
+PARTS: tuple[Part, ...] = ("growth", "speed", "documents", "peaks")
 METRICS = {"train": "Training", "read": "Reading", "generate": "Generation, one document"}
 
 
@@ -24,6 +26,9 @@ class BenchArgs:
     """CPU threads; torch's own choice when not given."""
     precision: Precision = "fp32"
     """Of all models, and of the roof. auto: bf16 where this machine is clearly faster with it."""
+    parts: tuple[Part, ...] = PARTS
+    """What is measured: one document read on and on, speed of all models, whole documents, peak
+    memory."""
 
 
 def bench(args: list[str]) -> None:
@@ -35,6 +40,8 @@ def bench(args: list[str]) -> None:
     """
     options = parse(BenchArgs, bench, args)
     check_at_least(1, threads=options.threads)
+    if not options.parts:
+        raise ValueError(f"--parts needs at least one of {', '.join(PARTS)}")
     if options.out is not None:
         options.out.mkdir(parents=True, exist_ok=True)
     use_threads(options.threads)
@@ -48,7 +55,7 @@ def bench(args: list[str]) -> None:
     size = SIZES[options.size]
     precision = resolve(options.precision, torch.device("cpu"), size.reference)
     size = replace(size, precision=precision)
-    record = run_bench(size, PLANS["quick" if options.quick else "full"])
+    record = run_bench(size, PLANS["quick" if options.quick else "full"], options.parts)
     record = {"size": options.size, "quick": options.quick, **record}
     if options.json:
         print(json.dumps(record, indent=2))
@@ -85,8 +92,14 @@ def print_record(record: dict[str, Any]) -> None:
             for row, cell in zip(rows, cells, strict=True):
                 peak = peaks.get((row["name"], "train", segment))
                 cell.append(f"{peak['megabytes']:.0f}" if peak else "-")
-        print_table(title, columns, cells)
+        print_measured(title, columns, cells)
     print_documents(record)
+
+
+def print_measured(title: str, columns: list[str], cells: list[list[str]]) -> None:
+    """A part that was left out has no table."""
+    if cells:
+        print_table(title, columns, cells)
 
 
 def speed_cells(row: dict[str, Any]) -> list[str]:
@@ -107,7 +120,7 @@ def spread(figures: dict[str, Any]) -> str:
 
 
 def print_documents(record: dict[str, Any]) -> None:
-    print_table(
+    print_measured(
         "Whole documents, read from their start",
         ["tokens", "model", "tokens/s", "±", "to melodi"],
         [
@@ -125,12 +138,14 @@ def print_documents(record: dict[str, Any]) -> None:
     peaks = [
         [works[row["work"]], row["name"], f"{row['length']:,}", f"{row['megabytes']:.0f}"]
         for row in record["peaks"]
-        if row["work"] != "train" or row["length"] != record["config"]["segment"]
+        # Of one segment it stands beside the speed of training, where that was measured.
+        if row["work"] != "train"
+        or row["length"] != record["config"]["segment"]
+        or not record["speed"]
     ]
-    if peaks:
-        columns = ["work", "model", "tokens", "MB"]
-        print_table("Memory that a whole document adds, at its peak", columns, peaks)
-    print_table(
+    columns = ["work", "model", "tokens", "MB"]
+    print_measured("Memory that a whole document adds, at its peak", columns, peaks)
+    print_measured(
         "One document, read on and on by melodi",
         ["after tokens", "tokens/s", "±", "to the first", "±", "resident MB"],
         [
