@@ -324,8 +324,8 @@ def test_the_cache_does_not_grow() -> None:
 
 
 def test_long_prompts_take_constant_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A prompt of many windows is read in pieces of eight, and one row of logits is made of it;
-    with the memory inside a window the pieces end where windows do."""
+    """A prompt of many windows is read in pieces of sixteen, and one row of logits is made of it;
+    with the memory inside a window that is filled first."""
     model, prompt = wrapped(MELODI), random_tokens(1, 40 * WINDOW + 3)
     pieces: list[int] = []
     hidden, logits = model.core.hidden, model.core.logits
@@ -342,13 +342,13 @@ def test_long_prompts_take_constant_room(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(model.core, "hidden", counted)
     monkeypatch.setattr(model.core, "logits", one)
     assert torch.equal(model.generate(prompt, do_sample=False, max_new_tokens=3), expected)
-    assert pieces == [48, 48, 48, 48, 48, 3, 1, 1]
+    assert pieces == [96, 96, 48, 3, 1, 1]
     memory = MemoryCache(model.core.empty_state(1))
     pieces.clear()
     with torch.no_grad():
         model(prompt[:, :2], past_key_values=memory, logits_to_keep=1)
         model(prompt[:, 2:], past_key_values=memory, logits_to_keep=1)
-    assert pieces == [2, 46, 48, 48, 48, 48, 3]
+    assert pieces == [2, 4, 96, 96, 42, 3]
 
 
 def test_sampling_and_streaming() -> None:
