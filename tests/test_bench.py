@@ -41,7 +41,7 @@ TINY = Size(
 )
 SECONDS = Plan(
     kinds=("melodi", "no-memory"),
-    speed_seconds=1,
+    speed_seconds=4,
     length_seconds=0.2,
     growth_seconds=0.5,
     lengths=(12, 24),
