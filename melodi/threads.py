@@ -80,16 +80,16 @@ def side_by_side(work: Callable[[Item], Result], items: Sequence[Item]) -> list[
 
     running: list[Future[None]] = []
     try:
-        pool = _pool(os.getpid(), torch.get_num_threads())
-        running.extend(pool.submit(worker) for _ in range(min(worker_count(), len(items))))
-    except RuntimeError:  # the interpreter is ending, and threads take no more work
-        if not running:
-            return [work(item) for item in items]
-    try:
+        try:
+            pool = _pool(os.getpid(), torch.get_num_threads())
+            running.extend(pool.submit(worker) for _ in range(min(worker_count(), len(items))))
+        except RuntimeError:  # the interpreter is ending, and threads take no more work
+            if not running:
+                return [work(item) for item in items]
         for one in running:
             one.result()
     finally:
-        _empty(waiting)  # where the waiting itself was interrupted
+        _empty(waiting)  # where the beginning or the waiting was interrupted
         wait(running)
     return [results[index] for index in range(len(items))]
 
@@ -111,7 +111,11 @@ def _pool(process: int, threads: int) -> ThreadPoolExecutor:
 
     for _ in range(workers):
         pool.submit(begin)
-    begun.wait()
+    try:
+        begun.wait()
+    except BaseException:  # interrupted: the threads must not wait for ever
+        begun.abort()
+        raise
     torch.set_num_threads(threads)
     return pool
 
