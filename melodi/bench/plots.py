@@ -1,11 +1,13 @@
 """The record of `melodi bench` to pictures: speed and memory against the length of a document."""
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 
-def plot_bench(record: dict[str, Any], folder: Path) -> Path:
-    """DIR/bench.png."""
+def plot_bench(record: dict[str, Any], folder: Path) -> Path | None:
+    """DIR/bench.png, of what was measured against the length of a document; none if nothing was."""
     try:
         import matplotlib
     except ImportError:
@@ -13,12 +15,22 @@ def plot_bench(record: dict[str, Any], folder: Path) -> Path:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, (speed, reading, training) = pyplot.subplots(
-        1, 3, figsize=(15, 4.2), layout="constrained"
+    panels: list[Callable[[Any], None]] = []
+    if record["documents"] or record["growth"]:
+        panels.append(partial(plot_speed, record=record))
+    for works, title in (
+        (("read", "chunks"), "Memory of reading"),
+        (("train",), "Memory of training"),
+    ):
+        if lines := memory_lines(record, works):
+            panels.append(partial(plot_memory, lines=lines, title=title))
+    if not panels:
+        return None
+    figure, axes = pyplot.subplots(
+        1, len(panels), figsize=(5 * len(panels), 4.2), layout="constrained", squeeze=False
     )
-    plot_speed(speed, record)
-    plot_memory(reading, record, ("read", "chunks"), "Memory of reading")
-    plot_memory(training, record, ("train",), "Memory of training")
+    for panel, place in zip(panels, axes[0], strict=True):
+        panel(place)
     m = record["machine"]
     numbers = record["config"]["precision"]
     figure.suptitle(f"{m['cpu']}, {m['threads']} threads, {numbers}", parse_math=False)
@@ -38,14 +50,21 @@ def plot_speed(axes: Any, record: dict[str, Any]) -> None:
     finish(axes, "tokens per second", "Speed of reading")
 
 
-def plot_memory(axes: Any, record: dict[str, Any], works: tuple[str, ...], title: str) -> None:
+def memory_lines(
+    record: dict[str, Any], works: tuple[str, ...]
+) -> dict[str, list[tuple[int, float]]]:
+    """Lengths and megabytes of every model that was measured at several lengths."""
     chosen = [row for row in record["peaks"] if row["work"] in works]
-    for name, work in dict.fromkeys((row["name"], row["work"]) for row in chosen):
-        rows = [row for row in chosen if (row["name"], row["work"]) == (name, work)]
-        if len(rows) > 1:
-            label = f"{name}, in chunks" if work == "chunks" else name
-            points = sorted((row["length"], row["megabytes"]) for row in rows)
-            axes.plot(*zip(*points, strict=True), "o-", markersize=4, label=label)
+    lines: dict[str, list[tuple[int, float]]] = {}
+    for row in sorted(chosen, key=lambda row: row["length"]):
+        label = f"{row['name']}, in chunks" if row["work"] == "chunks" else row["name"]
+        lines.setdefault(label, []).append((row["length"], row["megabytes"]))
+    return {label: points for label, points in lines.items() if len(points) > 1}
+
+
+def plot_memory(axes: Any, lines: dict[str, list[tuple[int, float]]], title: str) -> None:
+    for label, points in lines.items():
+        axes.plot(*zip(*points, strict=True), "o-", markersize=4, label=label)
     finish(axes, "MB that it adds", title)
 
 
@@ -60,10 +79,6 @@ def draw(axes: Any, label: str, points: list[tuple[float, float, float, float]])
 
 def finish(axes: Any, what: str, title: str) -> None:
     axes.set(xlabel="tokens of the document", ylabel=what, title=title)
-    if not axes.get_legend_handles_labels()[0]:
-        axes.text(0.5, 0.5, "not measured in this run", ha="center", transform=axes.transAxes)
-        axes.set(xticks=[], yticks=[])
-        return
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     axes.set_xscale("log", base=2)

@@ -198,14 +198,14 @@ def expected(last: tuple[int, float] | None, length: int) -> float:
 
 
 def peaks(size: Size, plan: Plan, names: tuple[str, ...], note: Note) -> list[dict[str, Any]]:
-    """What work adds to memory: documents of every length, then a training step of every model."""
-    wanted = [(name, "train", size.segment) for name in (REFERENCE, full_attention.NAME)]
-    for length in plan.memory_lengths:
-        wanted += [(REFERENCE, "train", length), (full_attention.NAME, "train", length)]
+    """What work adds to memory: a training step of every model, then documents of every length,
+    read and trained on. What takes longest comes last."""
+    both = (REFERENCE, full_attention.NAME)
+    wanted = [(name, "train", size.segment) for name in (*both, *names, *ALTERNATIVES)]
     for length in plan.lengths:
         wanted += [(REFERENCE, "read", length)]
         wanted += [(full_attention.NAME, work, length) for work in ("read", "chunks")]
-    wanted += [(name, "train", size.segment) for name in (*names, *ALTERNATIVES)]
+    wanted += [(name, "train", length) for length in plan.memory_lengths for name in both]
     rows, begin, failed = [], time.perf_counter(), set()
     for name, work, length in dict.fromkeys(wanted):
         left = plan.peak_seconds - (time.perf_counter() - begin)
