@@ -1,6 +1,7 @@
 """Files that are whole or absent, whenever the machine stops, and that can be checked.
 
-- Every file is written beside its place and then moved there: the only writer is `replacing`.
+- Every file is written beside its place and then moved there, by `replacing`; metrics alone are
+  added to, line by line.
 - Tensors are safetensors: no code runs on loading. Their checksum is in the header; a file of ours
   that has lost it is refused. Tensors are copied into memory of their own, because the last bit of
   a product depends on its inputs' alignment.
@@ -26,7 +27,11 @@ CHECKSUM = "checksum"
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Gives a place to write to; afterwards the file has its new contents, or else its old ones."""
+    """Gives a place to write to; afterwards the file has its new contents, or else its old ones. A
+    link stays one; what is no file, a device say, is left alone."""
+    path = path.resolve()
+    if path.exists() and not path.is_file():
+        raise ValueError(f"{path} is not a file: choose another place")
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     try:
         yield partial
@@ -167,8 +172,12 @@ def _named_errors(path: Path) -> Iterator[None]:
         yield
     except FileNotFoundError:
         raise FileNotFoundError(f"{path} does not exist") from None
+    except IsADirectoryError:
+        raise ValueError(f"{path} is a folder: give a file") from None
     except (SafetensorError, OSError) as error:
-        raise ValueError(f"{path} is not a whole safetensors file: {error}") from None
+        raise ValueError(
+            f"{path} is not a whole safetensors file ({error}): it is damaged, or something else"
+        ) from None
 
 
 def _metadata(data: bytes) -> dict[str, str]:

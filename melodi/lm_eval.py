@@ -22,7 +22,7 @@ try:
     from lm_eval.api.model import TemplateLM
 except ImportError:
     raise ImportError(
-        "tasks need lm-evaluation-harness, which is not installed: pip install 'melodi-lm[eval]'"
+        "tasks need lm-evaluation-harness, which is not installed: pip install '.[eval]'"
     ) from None
 
 from melodi.model import LanguageModel

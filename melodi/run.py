@@ -181,6 +181,7 @@ class Run:
         """What config.json says, with all its parts."""
         path = self.folder / CONFIG
         if not self.exists:
+            self._check_there()
             raise FileNotFoundError(f"{self.folder} is not a run folder: it has no {CONFIG}")
         config = read_json(path)
         for keys in (["model"], ["train"], *[["data", key] for key in DATA]):
@@ -223,6 +224,10 @@ class Run:
         check_store(store, data["tokenizer_digest"])
         return store
 
+    def _check_there(self) -> None:
+        if not self.folder.exists():
+            raise FileNotFoundError(f"{self.folder} does not exist: give the folder of a run")
+
     def log(self, record: dict[str, Any]) -> None:
         with self.metrics.open("a", encoding="utf-8") as file:
             file.write(json_text(record) + "\n")
@@ -230,6 +235,7 @@ class Run:
     def read_metrics(self) -> list[dict[str, Any]]:
         """All records; a last line that a kill cut short is no record."""
         if not self.metrics.exists():
+            self._check_there()
             raise FileNotFoundError(f"{self.folder} has no {METRICS}: is it a run folder?")
         records, lines = [], self.metrics.read_text(encoding="utf-8").splitlines()
         for number, line in enumerate(lines, 1):
@@ -273,7 +279,7 @@ def environment() -> dict[str, Any]:
         version = None
     return {
         "melodi": version,
-        "commit": _commit(),
+        "commit": commit(),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "machine": platform.platform(),
@@ -283,7 +289,7 @@ def environment() -> dict[str, Any]:
     }
 
 
-def _commit(file: Path = Path(__file__)) -> str | None:
+def commit(file: Path = Path(__file__)) -> str | None:
     """The commit of a source checkout, with a plus where tracked files have been changed; none
     where the package only lies inside somebody else's repository."""
 

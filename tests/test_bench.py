@@ -20,15 +20,16 @@ from melodi.bench.operations import (
     EXTRA,
     MANY,
     TRAINING,
-    floats_read,
     inner,
+    memory_read,
     of_window,
     past_pairs,
     visible_pairs,
+    weights_read,
 )
 from melodi.bench.peak import peak_of
 from melodi.bench.sizes import PLANS, SIZES, Plan, Size
-from melodi.bench.subjects import filled_state, our_subject, train_on_document
+from melodi.bench.subjects import filled_state, our_subject, read_document, train_on_document
 from melodi.cli import main
 from melodi.config import kinds
 from melodi.reading import Turn
@@ -134,9 +135,10 @@ def test_a_token_reads_its_weights_and_its_memory() -> None:
     parameters = sum(p.numel() for p in LanguageModel(plain).parameters() if p.dim() == 2)
     tables = len(plain.layers) * plain.num_heads * 32
     own_pairs = len(plain.layers) * 2 * inner(plain) * (plain.window + 1) / 2
-    assert floats_read(plain) == parameters - tables + own_pairs
+    assert weights_read(plain) == parameters - tables
+    assert memory_read(plain) == own_pairs
     larger = replace(KINDS["melodi"], long_term_windows=4)
-    more = floats_read(larger) - floats_read(KINDS["melodi"])
+    more = memory_read(larger) - memory_read(KINDS["melodi"])
     assert more == larger.long_term_tokens * 2 * inner(larger)
 
 
@@ -251,7 +253,7 @@ def test_alternatives_work_or_say_why_not(name: str, monkeypatch: pytest.MonkeyP
         assert task.sample() > 0
     monkeypatch.setattr(alternatives, "find_spec", lambda _: None)
     assert alternatives.make_alternative(name, TINY, 8, notes.append) is None
-    assert "is not installed: pip install melodi-lm[bench]" in notes[-1]
+    assert "is not installed: pip install '.[bench]'" in notes[-1]
     monkeypatch.setattr(alternatives, "find_spec", lambda _: True)
     monkeypatch.setitem(alternatives.ALTERNATIVES, name, ("x", lambda *_: 1 / 0))
     assert alternatives.make_alternative(name, TINY, 8, notes.append) is None
@@ -309,6 +311,14 @@ def test_bench_measures_one_part(
     assert record["growth"]
     assert record["documents"]
     assert record["speed"] == record["peaks"] == []
+
+
+@pytest.mark.parametrize(("length", "chunk"), [(64, 16), (40, 16), (8, 16), (16, 16)])
+def test_a_document_is_read_to_its_end(length: int, chunk: int) -> None:
+    """And no further, whatever is read at once."""
+    state = read_document(LanguageModel(KINDS["melodi"]), length, chunk)
+    window = state.config.window
+    assert int(state.windows_B) * window + int(state.open_B) == length
 
 
 @pytest.mark.slow

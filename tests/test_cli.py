@@ -7,6 +7,7 @@ import shlex
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import hypothesis.strategies as st
@@ -21,6 +22,7 @@ from melodi.data.detokenizer import CONTEXT, Detokenizer
 from melodi.data.tokenizer import ByteTokenizer, Tokenizer, train_tokenizer
 from melodi.files import read_json
 from melodi.run import Run
+from melodi.stream import StreamReader
 
 TINY = shlex.split(
     "--threads 1 --device cpu --model.width 16 --model.num-heads 2 --model.ffn-width 16 "
@@ -173,7 +175,7 @@ def test_memory_command_sizes_variations(
         ("prepare x --workers -1", "--workers -1 must be at least 1"),
         ("prepare x --validation-share nan", "--validation-share: nan is not finite"),
         ("eval", "RUN"),
-        ("eval /none", "/none is not a run folder"),
+        ("eval /none", "/none does not exist: give the folder of a run"),
         ("eval /none --rows -2", "--rows -2 must be at least 1"),
         ("eval /none --max-tokens 0", "--max-tokens 0 must be at least 1"),
         ("eval /none --split tset", "'tset' for argument '--split'"),
@@ -183,12 +185,30 @@ def test_memory_command_sizes_variations(
         ("generate --run /none --max-tokens -1", "--max-tokens -1 must be at least 0"),
         ("generate --run /none --seed -1", "--seed -1 must be at least 0"),
         ("generate --run /none --temperature nan", "--temperature: nan is not finite"),
-        ("report /none", "/none has no metrics.jsonl"),
+        ("generate --run /none --temperature -1", "temperature=-1.0 must be at least 0"),
+        ("generate --run /none --stop ''", "--stop is empty: give some text"),
+        ("generate --threads 1000000", "--threads 1000000 must be at most 1024"),
+        ("prepare hub: --out /none", "source 'hub:' names no dataset: give hub:NAME"),
+        ("read - -", "- is given twice: standard input can be read once"),
+        ("read x --bf16", "--bf16 says how memory is saved: give --save FILE too"),
+        ("read x --save /dev/null", "--save /dev/null is a device or a pipe: give a file"),
+        ("inspect /", "/ is a folder: give a file"),
+        ("report /none", "/none does not exist: give the folder of a run"),
     ],
 )
 def test_mistakes(capsys: pytest.CaptureFixture[str], command: str, message: str) -> None:
     """One line on standard error that names the flag and the value, and exit code 2."""
     assert message in refused(capsys, command)
+
+
+def test_a_file_where_a_folder_should_be(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
+    """What is in the way is named, and stays."""
+    (taken := folder / "taken").write_text("mine")
+    train = f"train --preset laptop-melodi --data {folder}/store"
+    for command in (f"prepare {folder}", train, "recall facts"):
+        assert f"{taken}" in (line := refused(capsys, f"{command} --out {taken}"))
+        assert "a file is where a folder should be: choose another place" in line
+    assert taken.read_text() == "mine"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -316,13 +336,23 @@ def test_generate_is_a_function_of_its_seed(
     assert "--prompt is empty" in refused(capsys, f"generate --run {folder}/run --prompt ''")
 
 
-def test_an_error_begins_its_own_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """An error in the middle of a text does not stand on the text's line."""
-    with pytest.raises(SystemExit):
-        main(shlex.split(f"generate --run {folder}/run --prompt It --temperature -1"))
-    out, err = capsys.readouterr()
-    assert out == "It\n"
-    assert err.startswith("melodi: error: temperature=-1.0")
+def test_an_error_begins_its_own_line(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An error in the middle of a text does not stand on the text's line; one that can be known
+    before comes before."""
+
+    def fails(*_: object, **__: object) -> Iterator[str]:
+        yield " was"
+        raise ValueError("in the middle")
+
+    monkeypatch.setattr(StreamReader, "generate_text", fails)
+    for choice, written in (("--temperature 1", "It was\n"), ("--temperature -1", "")):
+        with pytest.raises(SystemExit):
+            main(shlex.split(f"generate --run {folder}/run --prompt It {choice}"))
+        out, err = capsys.readouterr()
+        assert out == written
+        assert err.startswith("melodi: error: ")
 
 
 def test_report_takes_any_name(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

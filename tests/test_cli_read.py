@@ -169,7 +169,7 @@ def test_mistakes_in_reading(
         f"generate --run {run} --memory {several}": "the reader has 2 rows",
         f"generate --run {run} --memory {run}/model.safetensors": "is not a memory file",
         f"generate --run {run} --top-p 2": "top_p=2.0 must be above 0 and at most 1",
-        f"generate --run {run} --stop ''": "must be not empty",
+        f"generate --run {run} --stop ''": "--stop is empty: give some text",
         f"generate --run {run} --prompt '\udcff'": "--prompt holds bytes that are no UTF-8",
         f"inspect {book}": "not a whole safetensors file",
         "inspect /none": "/none does not exist",

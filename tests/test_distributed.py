@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -59,10 +60,27 @@ def work(
         train(run, TokenStore.open(store), model, config, execution, group, resume)
 
 
-def launch(world: int, *args: object) -> None:
+def fail_first(fails: bool) -> None:
+    """Work that only the first process does, and that may fail."""
+    with processes("cpu") as group:
+        done: list[int] = []
+
+        def first() -> None:
+            done.append(group.rank)
+            if fails:
+                raise FileNotFoundError("gone")
+
+        words = "gone" if group.first else "the first process has failed"
+        with pytest.raises((ValueError, OSError), match=words) if fails else nullcontext():
+            group.on_first(first)
+        assert done == ([0] if group.first else [])
+        assert group.total(1) == [2]  # none has gone on without the other
+
+
+def launch(world: int, *args: object, function: str = "work") -> None:
     """The same work under torchrun's environment, without its agent."""
     rendezvous = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(29500 + os.getpid() % 500)}
-    code = f"import test_distributed as t; t.work(*{args!r})"
+    code = f"import test_distributed as t; t.{function}(*{args!r})"
     ranks = []
     for rank in range(world):
         place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
@@ -148,3 +166,8 @@ def test_halves_are_gathered_and_learn_the_same(store: str, tmp_path: Path) -> N
         tensors = [tensor for file in files for tensor in load_file(file).values()]
         assert {tensor.dtype for tensor in tensors} == {torch.float32, torch.int64}
     assert losses[0] == pytest.approx(losses[1], abs=0.02)
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_what_the_first_process_does_fails_in_all(fails: bool) -> None:
+    launch(2, fails, function="fail_first")

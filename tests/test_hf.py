@@ -129,7 +129,7 @@ def test_without_transformers_one_line(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1
-    assert "pip install 'melodi-lm[hf]'" in done.stderr
+    assert "pip install '.[hf]'" in done.stderr
 
 
 @cases(ZOO)
@@ -618,7 +618,7 @@ def test_an_exported_run(run: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
         together, skip_special_tokens=True
     )
     card = (out / "README.md").read_text()
-    for fact in ("short, long, short", "6 tokens", "| 5.50 | 6.25 |", "step 2", "melodi-lm[hf]"):
+    for fact in ("short, long, short", "6 tokens", "| 5.50 | 6.25 |", "step 2", "extra hf"):
         assert fact in card
     assert not list(tmp_path.glob("*.partial"))
 

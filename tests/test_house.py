@@ -29,9 +29,10 @@ from melodi.config import PRESETS
 PACKAGE = Path(melodi.__file__).parent
 ROOT = PACKAGE.parent
 ORDER = [
-    *["files", "sharded", "device", "threads", "config", "precision", "layers", "memory_file"],
-    *["memory", "boundary", "reading", "sights", "decoding", "model", "data", "run", "stream"],
-    *["evaluation", "training", "meliad", "hf", "prefixes", "lm_eval", "bench", "paper", "cli"],
+    *["files", "drawing", "sharded", "device", "threads", "config", "precision", "layers"],
+    *["memory_file", "memory", "boundary", "reading", "sights", "decoding", "model", "data"],
+    *["run", "stream", "evaluation", "training", "meliad", "hf", "prefixes", "lm_eval", "bench"],
+    *["paper", "cli"],
 ]
 """Each name imports only from names before it; docs/architecture.md tells the same story."""
 SIBLINGS = {

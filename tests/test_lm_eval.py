@@ -32,7 +32,7 @@ def test_without_the_harness_one_line(folder: Path) -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1
-    assert "pip install 'melodi-lm[eval]'" in done.stderr
+    assert "pip install '.[eval]'" in done.stderr
 
 
 @pytest.fixture(scope="module")

@@ -15,10 +15,11 @@ from test_cli import printed, refused
 from test_reproduce import TINY
 
 from melodi.paper.plan import Settings, plan
+from melodi.paper.recipe import Claim
 from melodi.paper.recipes import RECIPES
 from melodi.paper.report import main_table, write_report
 from melodi.paper.results import gather
-from melodi.paper.verdicts import judge_all, noise_of, scatter_of
+from melodi.paper.verdicts import Noise, judge_all, noise_of, scatter_of, squares_of
 
 CHECKSUM = "0" * 32
 DOCUMENTS = 30
@@ -145,14 +146,34 @@ def test_a_difference_must_be_larger_than_runs_scatter(tmp_path: Path) -> None:
     assert (verdict.mark, verdict.seeds) == ("✓", 1)
 
 
+GAIN = Claim(("a", "c"), ("b", "b"), "")
+
+
 def test_equal_rows_are_seldom_put_in_order() -> None:
     """Of tables of six equal rows with two seeds, about one in twenty has a given pair in order."""
     random = np.random.default_rng(0)
-    wrong = 0
+    wrong = wrong_gains = 0
     for _ in range(2000):
         nats = random.normal(0, 0.02, (6, 2)) + random.normal(0, 0.1, (1, 2))
-        wrong += abs((nats[0] - nats[1]).mean()) > scatter_of(nats).bound(1, 2)
+        noise = scatter_of([dict(enumerate(row)) for row in nats])
+        assert noise is not None
+        wrong += abs((nats[0] - nats[1]).mean()) > noise.bound(seeds=2)
+        # Of a gain, n0 - n1 compared with n1 - n2, the middle row counts twice.
+        gain = (nats[0] - 2 * nats[1] + nats[2]).mean()
+        wrong_gains += abs(gain) > noise.bound(2, squares_of(GAIN))
     assert 0.03 < wrong / 2000 < 0.07
+    assert 0.03 < wrong_gains / 2000 < 0.07
+
+
+def test_seeds_may_be_missing() -> None:
+    """Noise is found from what rows have in common, wherever there is enough of it."""
+    whole = [{1: 1.0, 2: 1.3}, {1: 2.0, 2: 2.1}]
+    noise = scatter_of(whole)
+    assert noise is not None
+    # The differences between seeds, 0.3 and 0.1, differ by 0.2: twice the deviation of one run.
+    assert (noise.deviation, noise.freedom) == (pytest.approx(0.1), 1)
+    assert scatter_of([*whole, {2: 5.0, 3: 7.0}, {3: 1.0}]) == Noise(pytest.approx(0.1), 1)
+    assert scatter_of([{1: 1.0, 2: 1.3}, {2: 2.0, 3: 2.1}]) is None
 
 
 def test_only_seeds_that_both_rows_have_are_compared(tmp_path: Path) -> None:
@@ -168,8 +189,9 @@ def test_only_seeds_that_both_rows_have_are_compared(tmp_path: Path) -> None:
         assert verdict.difference is not None
         assert verdict.difference.value == pytest.approx(-0.3, abs=0.02)
         assert (verdict.mark, verdict.seeds) == ("✓", 1)
-    with_it, without = results["ST+LT, branching"], results["ST+LT, no branching"]
-    assert results.difference(with_it, without).value == pytest.approx(-0.3, abs=0.02)
+    found = results.difference(results["ST+LT, branching"], results["ST+LT, no branching"])
+    assert found is not None
+    assert found.value == pytest.approx(-0.3, abs=0.02)
 
 
 def test_equal_rows_are_equal_within_bounds(tmp_path: Path) -> None:
@@ -186,6 +208,17 @@ def test_equal_rows_are_equal_within_bounds(tmp_path: Path) -> None:
         "layer 10": "✓",
         "layer 11": "✓",
     }
+
+
+def test_equal_by_chance_is_not_equal(tmp_path: Path) -> None:
+    """Where runs of the same table scatter by more than what counts as equal, two that are alike
+    show nothing."""
+    random = np.random.default_rng(0)
+    scattered = lambda label, _: random.normal(0, 0.05) * (label not in ("layer 5", "layer 8"))  # noqa: E731
+    folder = make_recipe(tmp_path, "long-term-position", scattered, seeds=2)
+    (verdict,) = (v for v in judge_all(gather(folder)) if v.claim.better[0] == "layer 5")
+    assert verdict.mark == "undecided"
+    assert "by chance" in verdict.why
 
 
 def test_equal_on_average_is_not_equal(tmp_path: Path) -> None:
@@ -216,6 +249,8 @@ def test_rows_without_a_common_seed_are_not_compared(tmp_path: Path) -> None:
     verdicts = judge_all(gather(folder))
     assert {v.mark for v in verdicts} == {"undecided"}
     assert verdicts[0].why == "no seed that all of its rows have"
+    rows = {row[0]: row for row in main_table(gather(folder)).rows}
+    assert "–" in rows["ST, no branching"][4:]
 
 
 def test_the_first_row_stands_in_for_the_reference(tmp_path: Path) -> None:

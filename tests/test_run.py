@@ -20,7 +20,7 @@ from melodi.config.training import Execution, OptimizerConfig, TrainConfig
 from melodi.data.prepare import prepare
 from melodi.data.store import TokenStore
 from melodi.evaluation.record import evaluate_run, write_record
-from melodi.files import locked
+from melodi.files import locked, write_text
 from melodi.run import Run
 from melodi.training import reporting
 from melodi.training.distributed import device_of
@@ -402,6 +402,20 @@ def test_devices_that_are_not_there(name: str) -> None:
         device_of(name)
 
 
+def test_only_files_are_replaced(tmp_path: Path) -> None:
+    """A link stays one, and what it points to is written; a pipe or a folder is left alone."""
+    (target := tmp_path / "target").write_text("old")
+    (link := tmp_path / "link").symlink_to(target)
+    write_text(link, "new")
+    assert link.is_symlink()
+    assert target.read_text() == "new"
+    os.mkfifo(pipe := tmp_path / "pipe")
+    for place in (pipe, tmp_path):
+        with pytest.raises(ValueError, match="is not a file: choose another place"):
+            write_text(place, "new")
+    assert pipe.is_fifo()
+
+
 def test_the_commit_is_that_of_our_own_checkout(tmp_path: Path) -> None:
     """Not that of a project in which the package lies untracked; a plus only for tracked files."""
 
@@ -417,12 +431,12 @@ def test_the_commit_is_that_of_our_own_checkout(tmp_path: Path) -> None:
     git("init")
     git("add", "theirs")
     git("commit", "-m", "one")
-    assert run_module._commit(ours) is None
+    assert run_module.commit(ours) is None
     git("add", "run.py")
     git("commit", "-m", "two")
     (tmp_path / "untracked").write_text("1")
-    commit = run_module._commit(ours)
+    commit = run_module.commit(ours)
     assert commit is not None
     assert len(commit) == 40
     ours.write_text("2")
-    assert run_module._commit(ours) == commit + "+"
+    assert run_module.commit(ours) == commit + "+"

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import os
 import shutil
 import signal
@@ -26,6 +27,7 @@ from melodi.evaluation.documents import Evaluation, choose, evaluate
 from melodi.training.checkpoint import Checkpoints
 from melodi.training.distributed import Processes
 from melodi.training.learner import Learner
+from melodi.training.reporting import Meter
 from melodi.training.trainer import Trainer, train
 
 
@@ -218,6 +220,22 @@ def test_steps_that_are_not_finite_are_skipped(store: TokenStore, tmp_path: Path
     with pytest.raises(ValueError, match=r"5 steps in a row, up to step 6.*step-00000001"):
         trainer.run_all()
     assert Checkpoints(tmp_path / "run" / "checkpoints", keep=3).newest_whole(print) == 1
+
+
+def test_a_run_goes_on_after_a_skip(store: TokenStore, tmp_path: Path) -> None:
+    """A checkpoint that is written between a skip and the next line of metrics can be resumed; the
+    line is of the steps that were taken."""
+    trainer = start(tmp_path / "run", store)
+    for nats in (float("nan"), 8.0):
+        step = trainer.learner.take_step()
+        trainer.meter.add({**step, "nats": nats, "predictions": 4})
+    trainer.save()
+    again = Trainer(trainer.run, store, model_config(), CONFIG, Execution(), ALONE)
+    again.restore()
+    assert again.meter.record()["loss"] == 2.0
+    again.meter.add(again.learner.take_step())
+    assert math.isfinite(again.meter.record()["loss"])
+    assert math.isnan(Meter().record()["loss"])
 
 
 REFUSED = {

@@ -152,7 +152,7 @@ def make_alternative(
     module, make = ALTERNATIVES[name]
     if find_spec(module) is None:
         package = module.replace("_", "-")
-        note(f"{name}: left out, {package} is not installed: pip install melodi-lm[bench]")
+        note(f"{name}: left out, {package} is not installed: pip install '.[bench]'")
         return None
     try:
         with warnings.catch_warnings():

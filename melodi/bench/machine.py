@@ -1,7 +1,6 @@
 """What the machine can do: the roofs that speeds are shares of, and what it is."""
 
 import platform
-import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from melodi import __version__
 from melodi.bench.measure import Task
 from melodi.bench.operations import inner
 from melodi.bench.sizes import Size
+from melodi.run import commit
 
 REPEAT_SECONDS = 0.02
 """How long each shape is tried in a round."""
@@ -37,18 +37,6 @@ def cpu_name() -> str:
         return platform.processor()
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor()
-
-
-def commit() -> str | None:
-    """Of the repository that this package is in; None where there is none."""
-    folder = Path(__file__).parents[2]
-    if not (folder / ".git").exists():
-        return None
-    asked = ["git", "-C", str(folder), "rev-parse", "HEAD"]
-    try:
-        return subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return None
 
 
 def tasks(size: Size, buffer_mb: int) -> list[Task]:

@@ -211,12 +211,6 @@ EXTRA: dict[LayerKind, Extra] = {
 }
 
 
-def floats_read(config: ModelConfig) -> float:
-    """Weights and memory that one generated token must read, on average over a window, with full
-    memory. What happens once in a window is left out: this is a floor."""
-    return weights_read(config) + memory_read(config)
-
-
 def weights_read(config: ModelConfig) -> int:
     D, HE = config.width, inner(config)
     total = config.vocab_size * D

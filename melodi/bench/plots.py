@@ -5,16 +5,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from melodi.drawing import pyplot, save
+
 
 def plot_bench(record: dict[str, Any], folder: Path) -> Path | None:
     """DIR/bench.png, of what was measured against the length of a document; none if nothing was."""
-    try:
-        import matplotlib
-    except ImportError:
-        raise ValueError("plots need matplotlib: pip install matplotlib") from None
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     panels: list[Callable[[Any], None]] = []
     if record["documents"] or record["growth"]:
         panels.append(partial(plot_speed, record=record))
@@ -26,7 +21,7 @@ def plot_bench(record: dict[str, Any], folder: Path) -> Path | None:
             panels.append(partial(plot_memory, lines=lines, title=title))
     if not panels:
         return None
-    figure, axes = pyplot.subplots(
+    figure, axes = pyplot().subplots(
         1, len(panels), figsize=(5 * len(panels), 4.2), layout="constrained", squeeze=False
     )
     for panel, place in zip(panels, axes[0], strict=True):
@@ -34,10 +29,7 @@ def plot_bench(record: dict[str, Any], folder: Path) -> Path | None:
     m = record["machine"]
     numbers = record["config"]["precision"]
     figure.suptitle(f"{m['cpu']}, {m['threads']} threads, {numbers}", parse_math=False)
-    path = folder / "bench.png"
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
-    return path
+    return save(figure, folder / "bench.png")
 
 
 def plot_speed(axes: Any, record: dict[str, Any]) -> None:

@@ -101,10 +101,10 @@ def our_subject(name: str, config: ModelConfig, size: Size) -> Subject:
 
 def read_document(model: LanguageModel, length: int, chunk: int) -> MemoryState:
     """Reads a document of random tokens from its start, one row, a chunk at a time."""
-    tokens_1T = random_tokens(model.config, 1, chunk)
+    tokens_1T = random_tokens(model.config, 1, min(chunk, length))
     state = model.empty_state(1)
-    for _ in range(max(length // chunk, 1)):
-        state = read_on(model, tokens_1T, state)
+    for start in range(0, length, chunk):
+        state = read_on(model, tokens_1T[:, : length - start], state)
     return state
 
 

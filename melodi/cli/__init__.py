@@ -42,6 +42,8 @@ def main(args: list[str] | None = None) -> None:
     except BrokenPipeError:  # the reader of the output, `head` say, has gone
         sys.stderr.close()
         sys.exit(1)
+    except (NotADirectoryError, FileExistsError) as error:
+        fail(f"{error.filename}: a file is where a folder should be: choose another place")
     except (ValueError, OSError, OverflowError) as error:
         fail(str(error))
     except (MemoryError, RuntimeError) as error:

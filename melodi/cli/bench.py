@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from melodi.cli.console import Precision, check_at_least, parse, print_table, use_threads
+from melodi.files import write_json
 
 Part = Literal["growth", "speed", "documents", "peaks"]
 PARTS: tuple[Part, ...] = ("growth", "speed", "documents", "peaks")
@@ -68,7 +69,7 @@ def bench(args: list[str]) -> None:
 def save(record: dict[str, Any], folder: Path) -> None:
     from melodi.bench.plots import plot_bench
 
-    (folder / "bench.json").write_text(json.dumps(record, indent=2) + "\n")
+    write_json(folder / "bench.json", record)
     plot_bench(record, folder)
 
 

@@ -133,9 +133,15 @@ def check_at_least(least: int, **values: int | None) -> None:
             raise ValueError(f"--{name.replace('_', '-')} {value} must be at least {least}")
 
 
+MOST_THREADS = 1024
+"""Far more, and torch ends the process without a word."""
+
+
 def use_threads(threads: int | None) -> None:
     """All of torch's threads are set here and nowhere else; threads.py shares them out."""
     check_at_least(1, threads=threads)
+    if threads is not None and threads > MOST_THREADS:
+        raise ValueError(f"--threads {threads} must be at most {MOST_THREADS}")
     if threads is not None:
         import torch
 

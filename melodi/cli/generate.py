@@ -54,10 +54,23 @@ def generate(args: list[str]) -> None:
     device = device_named(options.device)
     from melodi.run import default_run, load
     from melodi.stream import StreamReader
+    from melodi.stream.sampling import Choices, Sampling
 
     prompt = "\n" if options.prompt is None and options.memory is None else options.prompt
     check_text(prompt=prompt or "", stop="".join(options.stop))
+    if not all(options.stop):
+        raise ValueError("--stop is empty: give some text")
+    choices: Choices = {
+        "top_k": options.top_k,
+        "top_p": options.top_p,
+        "min_p": options.min_p,
+        "repetition_penalty": options.repetition_penalty,
+        "seed": options.seed,
+        "stop_strings": options.stop,
+    }
+    Sampling(options.temperature, **choices)  # what cannot be is said before anything is written
     model = load(options.run or default_run()).to(device)
+    choices["stop"] = model.tokenizer.end_of_document
     if prompt is not None and not model.tokenizer.encode(prompt):
         raise ValueError("--prompt is empty: give some text to go on from")
     int8 = options.weights == "int8"
@@ -69,17 +82,7 @@ def generate(args: list[str]) -> None:
         reader.read(prompt)
     print(prompt or "", end="", flush=True)
     try:
-        for text in reader.generate_text(
-            options.max_tokens,
-            options.temperature,
-            top_k=options.top_k,
-            top_p=options.top_p,
-            min_p=options.min_p,
-            repetition_penalty=options.repetition_penalty,
-            seed=options.seed,
-            stop=model.tokenizer.end_of_document,
-            stop_strings=options.stop,
-        ):
+        for text in reader.generate_text(options.max_tokens, options.temperature, **choices):
             print(text, end="", flush=True)
     finally:  # an error, too, begins a line of its own
         print()

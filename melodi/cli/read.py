@@ -67,6 +67,8 @@ def read(args: list[str]) -> None:
     if not options.files:
         raise ValueError("FILE is missing: give text files, or - for standard input")
     check_place(options.save)
+    if options.bf16 and options.save is None:
+        raise ValueError("--bf16 says how memory is saved: give --save FILE too")
     use_threads(options.threads)
     device = device_named(options.device)
     from melodi.evaluation.texts import documents_in
@@ -98,8 +100,9 @@ def check_place(path: Path | None) -> None:
     """Before hours of reading, not after them."""
     if path is None:
         return
-    if path.is_dir():
-        raise ValueError(f"--save {path} is a folder: give a file")
+    if path.exists() and not path.is_file():
+        kind = "a folder" if path.is_dir() else "a device or a pipe"
+        raise ValueError(f"--save {path} is {kind}: give a file")
     if not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
         raise ValueError(f"--save {path} cannot be written: is there a folder {path.parent}?")
 
@@ -210,9 +213,12 @@ def print_windows(windows: list[dict[str, float]]) -> None:
     """The loss from beginning to end, in lines of equally many windows."""
     per_line = -(-len(windows) // LINES)
     groups = [windows[i : i + per_line] for i in range(0, len(windows), per_line)]
+    counts = [sum(w["predictions"] for w in group) for group in groups]
+    if not any(counts):  # of a single token nothing was expected
+        return
     means = [
-        sum(w["nats"] for w in group) / max(sum(w["predictions"] for w in group), 1)
-        for group in groups
+        sum(w["nats"] for w in group) / max(count, 1)
+        for group, count in zip(groups, counts, strict=True)
     ]
     most = max(means)
     print(f"nats per token, {per_line} window{'s' * (per_line > 1)} a line")

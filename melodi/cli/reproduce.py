@@ -79,6 +79,7 @@ def reproduce(args: list[str]) -> None:
     What is done is skipped, what was interrupted goes on.
 
     Example: melodi reproduce baselines --data store --out results --seeds 2
+
     Example: melodi reproduce baselines --data store --list
     """
     options = parse(ReproduceArgs, reproduce, args)

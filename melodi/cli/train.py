@@ -52,7 +52,6 @@ def train(args: list[str]) -> None:
     use_threads(options.threads)
     if options.device is not None:
         device_named(options.device)
-    from melodi.precision import use_tensor_cores
     from melodi.run import Run
     from melodi.training.distributed import processes
     from melodi.training.trainer import train as train_run
@@ -60,7 +59,6 @@ def train(args: list[str]) -> None:
     run = Run(options.out)
     store = run.open_store(options.data) if default.resume else open_store(options.data)
     with processes(options.device) as group:
-        use_tensor_cores(group.device)
         result = train_run(
             options.out,
             store,

@@ -91,6 +91,8 @@ def open_source(name: str | Path, text_column: str = "text") -> Source:
         return hub_source(name, HUB[name], text_column)
     if name.startswith("hub:"):
         _, dataset, config = f"{name}:".split(":", 2)
+        if not dataset:
+            raise ValueError(f"source {name!r} names no dataset: give hub:NAME[:CONFIG]")
         return hub_source(name, HubDataset(dataset, config.strip(":") or None), text_column)
     raise ValueError(
         f"source {name!r} does not exist: give a file or folder, {', '.join(HUB)}, "

@@ -164,7 +164,7 @@ def read_manifest(store: Path) -> dict[str, Any]:
             raise ValueError(
                 f"store {store} is one shard of a store: join all with melodi prepare --merge"
             )
-        raise ValueError(f"{store} is no token store: make one with melodi prepare --out {store}")
+        raise ValueError(f"{store} is no token store: make one with melodi prepare --out STORE")
     manifest = read_json(path)
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise ValueError(f"{store} is no token store: its {MANIFEST} is not one of {FORMAT}")

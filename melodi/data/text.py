@@ -165,7 +165,8 @@ def value_of(record: Any, text_column: str, where: str) -> Any:
         raise ValueError(f"{where} is a {type(record).__name__}: each record must be an object")
     if text_column not in record:
         raise ValueError(
-            f"{where} has no column {text_column!r}: choose --text-column from {', '.join(record)}"
+            f"{where} has no column {text_column!r}, but {', '.join(record)}: choose "
+            "--text-column, or mend the record"
         )
     return record[text_column]
 
@@ -200,7 +201,7 @@ def extra(module: str, needed_by: str) -> Any:
         return importlib.import_module(module)
     except ImportError as error:
         raise ValueError(
-            f"{needed_by} needs {module.partition('.')[0]}: pip install 'melodi-lm[data]'"
+            f"{needed_by} needs {module.partition('.')[0]}: pip install '.[data]'"
         ) from error
 
 

@@ -70,7 +70,9 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     # The libraries raise RuntimeError and bare Exception for files they cannot make sense of.
     except Exception as error:
         reason = " ".join(str(error).split())
-        raise ValueError(f"tokenizer {str(path)!r} cannot be read: {reason}") from error
+        raise ValueError(
+            f"tokenizer {str(path)!r} is damaged, or something else ({reason}): give another"
+        ) from error
     raise ValueError(f"tokenizer {str(path)!r} is of no known kind: give a *.model or a *.json")
 
 

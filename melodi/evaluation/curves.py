@@ -3,26 +3,20 @@
 from pathlib import Path
 from typing import Any
 
-COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999"]
-"""Of Okabe and Ito, which the colour-blind can tell apart; markers differ as well."""
-MARKERS, LINES = "osD^vPX*", ("-", "--", ":")
-"""Of lines that share a colour, the first is whole."""
+from melodi.drawing import COLOURS, MARKERS, pyplot, save
+
+LOOKS = list(zip([*COLOURS, "#999999"], MARKERS, strict=True))
+LINES = ("-", "--", ":")
+"""Of models that share a look, the first has the whole line."""
 
 
 def draw_recall(records: list[dict[str, Any]], title: str, path: Path) -> Path:
     """Right answers, with chance as a dotted line, or nats that are remembered, with intervals."""
-    try:
-        import matplotlib
-    except ImportError:
-        raise ValueError("plots need matplotlib: pip install matplotlib") from None
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(7.5, 4.5), layout="constrained")
+    figure, axes = pyplot().subplots(figsize=(7.5, 4.5), layout="constrained")
     for i, record in enumerate(records):
-        again, look = divmod(i, len(COLOURS))
-        style = {"color": COLOURS[look], "marker": MARKERS[look]}
-        style["linestyle"] = LINES[again % len(LINES)]
+        again, look = divmod(i, len(LOOKS))
+        colour, marker = LOOKS[look]
+        style = {"color": colour, "marker": marker, "linestyle": LINES[again % len(LINES)]}
         if "accuracy" in record["curve"][0]:
             draw_accuracy(axes, record, style)
         else:
@@ -39,9 +33,7 @@ def draw_recall(records: list[dict[str, Any]], title: str, path: Path) -> Path:
     axes.grid(alpha=0.3)
     # Beside the lines, so that it hides none of them.
     axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
-    return path
+    return save(figure, path)
 
 
 def draw_accuracy(axes: Any, record: dict[str, Any], style: dict[str, str]) -> None:

@@ -21,6 +21,7 @@ from melodi.data.store import Documents
 from melodi.evaluation.intervals import perplexity
 from melodi.evaluation.tallies import Tally
 from melodi.model import LanguageModel, Scored
+from melodi.stream.reader import evaluating
 
 Nats = Callable[..., Scored]
 """`model.nats`, or what wraps it."""
@@ -104,9 +105,7 @@ def evaluate(
     device = model.embedding.weight.device
     windows = segment_windows if with_memory else 1
     result = Evaluation()
-    was_training = model.training
-    model.eval()
-    with torch.inference_mode():
+    with evaluating(model), torch.inference_mode():
         state = model.empty_state(len(mine))
         for segment in Walker.once(documents, rows, windows * model.config.window, chosen, mine):
             state = state.forget(segment.starts if with_memory else [True] * len(mine))
@@ -120,7 +119,6 @@ def evaluate(
                 tally(segment, nats_read)
             if progress is not None:
                 progress(int((segment.targets >= 0).sum()))
-    model.train(was_training)
     if 0 in mine:  # documents that predict nothing are in no row, and are counted by one process
         indices = np.arange(len(documents)) if chosen is None else np.array(chosen, np.int64)
         unread = indices[num_predictions(documents)[indices] == 0]

@@ -15,6 +15,7 @@ from melodi.layers.frame import Layer, LayerMemory, Probe
 from melodi.layers.gate import Gate
 from melodi.model import LanguageModel
 from melodi.sharded import gather
+from melodi.stream.reader import evaluating
 
 SHARE_DOCUMENTS, SHARE_WINDOWS = 4, 16
 """Of an evaluation, over which attention to memory is measured."""
@@ -45,12 +46,11 @@ def memory_shares(
     """
     weight = model.embedding.weight
     tokens_1T = torch.from_numpy(tokens.astype(np.int64))[None].to(weight.device)
-    probe, was_training = Probe(), model.training
-    model.eval()
-    with torch.inference_mode(), torch.compiler.set_stance("force_eager"):
+    probe = Probe()
+    eager = torch.compiler.set_stance("force_eager")
+    with evaluating(model), torch.inference_mode(), eager:
         targets_1T = torch.full_like(tokens_1T, -1)
         (nats or model.nats)(tokens_1T, targets_1T, model.empty_state(1), probe=probe)
-    model.train(was_training)
     shares = {f"{layer.past_is}/{layer.index}": past_share(probe, layer) for layer in model.stack}
     found = {name: share for name, share in shares.items() if share is not None}
     if found:

@@ -13,8 +13,7 @@
 Shapes: R rows, T tokens, C candidates.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +28,7 @@ from melodi.evaluation.intervals import ratio
 from melodi.evaluation.tasks import Task
 from melodi.memory import MemoryState
 from melodi.model import LanguageModel
+from melodi.stream.reader import evaluating
 
 SENTENCE, CANDIDATES, KEY_DIGITS = " The pass key is", 10, 5
 
@@ -43,7 +43,7 @@ def accuracy(
     if not with_memory:  # every window is a document
         tokens_RT = tokens_RT.reshape(-1, task.sizes.window)
         asked_RT = asked_RT.reshape(tokens_RT.shape)
-    with evaluating(model):
+    with evaluating(model), torch.inference_mode():
         device = model.embedding.weight.device
         state = model.empty_state(len(tokens_RT))
         x_RTD, _, _ = model.hidden(torch.from_numpy(tokens_RT).to(device), state)
@@ -122,7 +122,7 @@ def forgetting(
     windows = [tokens_RT[:, i * window : (i + 1) * window + 1] for i in range(count)]
     firsts: list[Tensor] = []
     shown: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
-    with evaluating(model):
+    with evaluating(model), torch.inference_mode():
         state = model.empty_state(rows)
         for place, here in enumerate(windows):
             for k in distances if place in places else ():
@@ -147,14 +147,15 @@ def nats_of(model: LanguageModel, tokens_RT: Tensor, state: MemoryState) -> Tens
 def longest(documents: Documents, rows: int, window: int, windows: int) -> Tensor:
     """The longest documents side by side, all cut to the same length: those that have as many
     windows as wanted, or else the two longest."""
+    if rows < 2:
+        raise ValueError(f"rows={rows} must be at least 2: an interval needs several documents")
     order = np.argsort(documents.lengths, kind="stable")[::-1][:rows]
     enough = int((documents.lengths[order] > windows * window).sum())
     chosen = order[: max(enough, 2)]
     length = int(documents.lengths[chosen].min()) if len(chosen) > 1 else 0
     if length <= 2 * window:
         raise ValueError(
-            f"no two documents have {2 * window + 1} tokens, two windows: give longer ones, and "
-            "at least two rows"
+            f"no two documents have {2 * window + 1} tokens, two windows: give longer ones"
         )
     length = min(length, windows * window + 1)
     return torch.stack(
@@ -182,7 +183,7 @@ def passkey_in_text(
     ]
     tokens_RT = torch.tensor(planted, device=model.embedding.weight.device)
     found, read = [], 0
-    with evaluating(model):
+    with evaluating(model), torch.inference_mode():
         state = model.empty_state(len(planted))
         for k in distances:
             end = before + k * window
@@ -220,13 +221,3 @@ def costs(
         targets_CT[i, len(begun) - 1 : len(begun) + len(ids) - 1] = torch.tensor(ids)
     device, copies = model.embedding.weight.device, state.select([0] * len(candidates))
     return model.nats(tokens_CT.to(device), targets_CT.to(device), copies).nats_BT.sum(1)
-
-
-@contextmanager
-def evaluating(model: LanguageModel) -> Iterator[None]:
-    """Without dropout and gradients; as it was afterwards."""
-    was_training = model.training
-    model.eval()
-    with torch.inference_mode():
-        yield
-    model.train(was_training)

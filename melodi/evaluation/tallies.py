@@ -67,5 +67,5 @@ def by_place_in_window(window: int) -> ByPowers:
 
 
 def by_window(window: int) -> ByPowers:
-    """By the whole windows that were read since the memory was empty."""
+    """By the whole windows of the document that lie before the prediction."""
     return ByPowers(lambda place_RT: place_RT // window)

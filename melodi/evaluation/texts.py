@@ -72,6 +72,8 @@ def figures(sums: Evaluation) -> dict[str, Any]:
 
 def documents_in(names: Sequence[str], text_column: str = "text") -> Iterator[Document]:
     """The documents of files, in order; - is standard input."""
+    if list(names).count("-") > 1:
+        raise ValueError("- is given twice: standard input can be read once")
     for name in names:
         path = Path(name)
         if name == "-":

@@ -4,7 +4,7 @@ try:
     import transformers  # noqa: F401
 except ImportError:
     raise ImportError(
-        "melodi.hf needs transformers, which is not installed: pip install 'melodi-lm[hf]'"
+        "melodi.hf needs transformers, which is not installed: pip install '.[hf]'"
     ) from None
 
 from melodi.hf.modeling import MelodiConfig, MelodiForCausalLM, MemoryCache

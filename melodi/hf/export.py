@@ -159,7 +159,7 @@ tags:
 It reads documents of any length through a short window and carries a small memory of fixed size.
 
 ```python
-import melodi.hf  # pip install 'melodi-lm[hf]'; tells transformers what "melodi" is
+import melodi.hf  # melodi, with its extra hf; tells transformers what "melodi" is
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 model = AutoModelForCausalLM.from_pretrained(".")  # this folder

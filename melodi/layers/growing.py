@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from melodi.layers.fifo import push
 from melodi.layers.frame import WindowPart
@@ -96,7 +97,7 @@ class GrowingAttention(torch.autograd.Function):
         return out_BHtE
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, grad_BHtE: Tensor) -> tuple[Tensor | None, ...]:
         q_BHtE, base_keys, base_values, *fresh, out_BHtE, total_BHt1 = ctx.saved_tensors
         # Products take a rounded total, which puts all weights of a query off by one factor. Every

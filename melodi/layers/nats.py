@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from melodi.precision import product_dtype
 from melodi.sharded import is_sharded
@@ -54,6 +55,7 @@ class LinearNats(torch.autograd.Function):
         return nats_n
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad_n: Tensor) -> tuple[Tensor, Tensor, None, None]:
         x_nD, weight_VD, targets_n, grad_x_nD, grad_weight_VD = ctx.saved_tensors
         if grad_n.stride() == (0,):  # one number, seen n times: the gradient of a sum

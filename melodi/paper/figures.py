@@ -1,19 +1,19 @@
 """The figures of a recipe: perplexity against its axis, and the loss on the way there.
 
-The colours are those of Okabe and Ito, without yellow, which white hides; markers and line styles
-tell curves apart where colours do not. Bars show the interval of the paired difference to the row
-that all are compared with: the interval of a perplexity alone mostly shows how documents differ.
+Markers and line styles tell curves apart where colours do not. Bars show the interval of the paired
+difference to the row that all are compared with: the interval of a perplexity alone mostly shows
+how documents differ.
 """
 
+import contextlib
 import math
 from itertools import cycle, product
 from pathlib import Path
 from typing import Any
 
+from melodi.drawing import COLOURS, MARKERS, pyplot, save
 from melodi.paper.results import Results, RowResult
 
-COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"]
-MARKERS = ["o", "s", "^", "D", "v", "P", "X", "*"]
 LINES = ["-", "--", ":", "-."]
 LOOKS = [(COLOURS[i % len(COLOURS)], MARKERS[i % len(MARKERS)]) for i in range(56)]
 """A colour and a marker for each system, all different."""
@@ -23,26 +23,26 @@ SKIPPED = 0.2
 
 def draw_figure(results: Results, path: Path) -> bool:
     """False where there is nothing to draw, or nothing to draw with."""
-    pyplot = plotting()
-    if pyplot is None or not results.evaluated:
+    plot = plotting()
+    if plot is None or not results.evaluated:
         return False
     panels = 2 if results.recipe.name == "window-size" else 1
-    figure, axes = pyplot.subplots(
+    figure, axes = plot.subplots(
         1, panels, figsize=(8 + 5 * (panels - 1), 5), layout="constrained", squeeze=False
     )
     draw_curves(axes[0, 0], results)
     if panels == 2:
         draw_increments(axes[0, 1], results)
-    save(pyplot, figure, path)
+    save(figure, path, dpi=120)
     return True
 
 
 def draw_losses(results: Results, path: Path) -> bool:
     """Training and validation loss of every run that has been begun."""
-    pyplot = plotting()
-    if pyplot is None or not any(run.metrics for row in results.rows for run in row.runs):
+    plot = plotting()
+    if plot is None or not any(run.metrics for row in results.rows for run in row.runs):
         return False
-    figure, (training, validation) = pyplot.subplots(
+    figure, (training, validation) = plot.subplots(
         1, 2, figsize=(13, 5.5), layout="constrained", sharey=True
     )
     shown = [row for row in results.rows if any(run.metrics for run in row.runs)]
@@ -61,7 +61,7 @@ def draw_losses(results: Results, path: Path) -> bool:
     training.set_ylabel("nats per token")
     handles, labels = training.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside right center", fontsize=9)
-    save(pyplot, figure, path)
+    save(figure, path, dpi=120)
     return True
 
 
@@ -154,11 +154,12 @@ def around(row: RowResult, results: Results) -> tuple[float, float]:
     reference = results.reference
     if reference is None or row is reference:
         return 0.0, 0.0
-    low, value, high = results.difference(row, reference)
-    if low is None or high is None:
+    found = results.difference(row, reference)
+    if found is None or found.low is None or found.high is None:
         return 0.0, 0.0
     here = row.perplexity.value
-    return here * (1 - math.exp(low - value)), here * (math.exp(high - value) - 1)
+    down, up = found.low - found.value, found.high - found.value
+    return here * (1 - math.exp(down)), here * (math.exp(up) - 1)
 
 
 def finish(axes: Any, results: Results) -> None:
@@ -203,17 +204,6 @@ def draw_increments(axes: Any, results: Results) -> None:
 
 def plotting() -> Any | None:
     """pyplot, if it is there."""
-    try:
-        import matplotlib
-    except ImportError:
-        return None
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    return pyplot
-
-
-def save(pyplot: Any, figure: Any, path: Path) -> None:
-    # Without the date and version, so that the same runs give the same file.
-    figure.savefig(path, dpi=120, metadata={"Software": None})
-    pyplot.close(figure)
+    with contextlib.suppress(ValueError):
+        return pyplot()
+    return None

@@ -3,30 +3,23 @@
 from pathlib import Path
 from typing import Any
 
+from melodi.drawing import pyplot, save
 from melodi.files import read_json
 from melodi.run import Run
 
 
 def plot_run(folder: str | Path) -> Path:
     """Loss, gates, and loss by position with and without memory, as RUN/report.png."""
-    try:
-        import matplotlib
-    except ImportError:
-        raise ValueError("plots need matplotlib: pip install matplotlib") from None
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     run = Run(folder)
     metrics = run.read_metrics()
-    figure, (loss, gates, position) = pyplot.subplots(1, 3, figsize=(15, 4.2), layout="constrained")
+    figure, (loss, gates, position) = pyplot().subplots(
+        1, 3, figsize=(15, 4.2), layout="constrained"
+    )
     plot_loss(loss, metrics)
     plot_gates(gates, metrics)
     plot_positions(position, run.folder)
     figure.suptitle(str(run.folder), parse_math=False)
-    path = run.folder / "report.png"
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
-    return path
+    return save(figure, run.folder / "report.png")
 
 
 def plot_loss(axes: Any, metrics: list[dict[str, Any]]) -> None:

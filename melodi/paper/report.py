@@ -91,12 +91,12 @@ def our_cells(row: RowResult, results: Results) -> list[str]:
     difference = [NOTHING, NOTHING]
     if reference is not None and row is not reference:
         found = results.difference(row, reference)
-        difference = [f"{found.value:+.4f}", ends(found, "+.4f")]
+        difference = difference if found is None else [f"{found.value:+.4f}", ends(found, "+.4f")]
     return [
         f"{row.perplexity.value:.3f}",
         ends(row.perplexity, ".2f"),
-        f"{row.mean('bits_per_byte'):.4f}",
-        f"{row.mean('perplexity_without_memory'):.3f}",
+        f"{row.bits_per_byte:.4f}",
+        f"{row.perplexity_without_memory:.3f}",
         *difference,
     ]
 
@@ -135,8 +135,8 @@ def table_notes(results: Results) -> str:
         "Ours: perplexity, the nats of each document averaged over seeds; interval: bootstrap over "
         f"documents. Δ nats: nats per token less those of {to}, paired over documents and over the "
         "seeds that both rows have; below zero is better. Without memory: memory dropped at every "
-        "window. Time: training steps of one run. The paper's numbers are of other corpora, sizes "
-        "and vocabularies: only orderings can be compared."
+        "window, all seeds. Time: training steps of one run. The paper's numbers are of other "
+        "corpora, sizes and vocabularies: only orderings can be compared."
     )
 
 
@@ -173,7 +173,7 @@ def claims_table(verdicts: list[Verdict]) -> Table:
 def claims_notes(noise: Noise | None) -> str:
     if noise is None:
         between = (
-            "No two rows have two seeds in common, so how runs of one row differ is not known "
+            "Rows have too few seeds in common, so how runs of one row differ is not known "
             f"here: a difference must be beyond {BETWEEN_RUNS} nats, which has been seen. "
         )
     else:
@@ -181,14 +181,14 @@ def claims_notes(noise: Noise | None) -> str:
             f"Runs that differ in their seed alone scatter by {noise.deviation:.4f} nats here (one "
             "standard deviation, what rows and seeds have in common taken off; "
             f"{noise.freedom} degrees of freedom): a difference must be larger than chance makes "
-            f"it in one of twenty tables, {noise.bound(1, 1):.3f} nats with one seed and "
-            f"{noise.bound(1, 2):.3f} with two. "
+            f"it in one of twenty tables, {noise.bound(1):.3f} nats with one seed and "
+            f"{noise.bound(2):.3f} with two. "
         )
     return (
         "✓ and ✗: the 95 % interval of the paired difference over documents, pooled over seeds, is "
         "on one side of zero, and no seed says the opposite. That tells what other documents would "
         f"say of these runs. {between}"
-        f"“As good as” is ✓ within {EQUAL} nats, about {EQUAL:.0%} of perplexity."
+        f"“As good as” is ✓ within {EQUAL} nats, about {EQUAL:.0%} of perplexity, chance included."
     )
 
 

@@ -45,10 +45,8 @@ def reproduce(
     # All are looked at before the first is trained, those of other rows too.
     for one in [*planned, *plan(settings, out)]:
         check(one, settings)
-    if group.first:
-        check_documents(settings, out, labels)
-        note(settings, out / settings.recipe)
-    group.barrier()
+    group.on_first(lambda: check_documents(settings, out, labels))
+    group.on_first(lambda: note(settings, out / settings.recipe))
     left: list[str] = []
     for number, one in enumerate(planned, 1):
         title = f"{settings.recipe} {number}/{len(planned)}: {one.row.label}, seed {one.seed}"
@@ -62,7 +60,7 @@ def reproduce(
             try:
                 with told_how_to_go_on(title):
                     make(one, settings, store, group)
-            except (ValueError, FileNotFoundError) as error:
+            except (ValueError, OSError) as error:
                 left.append(f"{title}: {error}")
                 say(left[-1])
     return left
@@ -104,9 +102,9 @@ def make(planned: Planned, settings: Settings, store: TokenStore, group: Process
             group,
             resume=planned.run.exists,
         )
-    if group.first:
-        evaluate_folder(planned.run, store, settings.split, settings.eval_tokens, group)
-    group.barrier()
+    group.on_first(
+        lambda: evaluate_folder(planned.run, store, settings.split, settings.eval_tokens, group)
+    )
 
 
 def evaluate_folder(
@@ -147,12 +145,15 @@ def repeat(
         )
     model, config, _ = run.configs()
     pairs = []
-    with told_how_to_go_on(str(out)):
-        train(out, store, model, config, Execution(), group, resume=again.exists)
-        for name, record in records.items() if group.first else ():
+
+    def compare() -> None:
+        for name, record in records.items():
             now = evaluate_folder(again, store, record["split"], record["max_tokens"], group)
             pairs.append((name, record["perplexity"], now["perplexity"]))
-        group.barrier()
+
+    with told_how_to_go_on(str(out)):
+        train(out, store, model, config, Execution(), group, resume=again.exists)
+        group.on_first(compare)
     return pairs
 
 

@@ -4,6 +4,7 @@ A run counts when it was trained to its end and evaluated. Seeds are pooled docu
 the nats of a document are their mean over the seeds of a row. Intervals are over documents.
 """
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -95,9 +96,8 @@ class RowResult:
         return self.nats_of(set(self.seeds))
 
     def nats_of(self, seeds: set[int]) -> Floats:
-        """The same over these of them; over all where these are none."""
-        chosen = [run.nats for seed, run in self.seeds.items() if seed in seeds]
-        return np.mean(chosen or [run.nats for run in self.evaluated], axis=0)
+        """The same over these of them."""
+        return np.mean([self.seeds[seed].nats for seed in sorted(seeds)], axis=0)
 
     @cached_property
     def perplexity(self) -> Interval:
@@ -107,9 +107,18 @@ class RowResult:
     def floats(self) -> int:
         return sum(self.model.memory_floats())
 
-    def mean(self, key: str) -> float:
-        """Of a figure of the records, over seeds."""
-        return float(np.mean([run.record[key] for run in self.evaluated if run.record]))
+    @property
+    def perplexity_without_memory(self) -> float:
+        """Nats are averaged over seeds, as those with memory are."""
+        return math.exp(np.mean(np.log(self.figures("perplexity_without_memory"))))
+
+    @property
+    def bits_per_byte(self) -> float:
+        return float(np.mean(self.figures("bits_per_byte")))
+
+    def figures(self, key: str) -> list[float]:
+        """One of the records, seed by seed."""
+        return [run.record[key] for run in self.evaluated if run.record]
 
 
 @dataclass(frozen=True)
@@ -133,10 +142,13 @@ class Results:
         wanted = self[self.recipe.reference]
         return wanted if wanted.evaluated else next(iter(self.evaluated), None)
 
-    def difference(self, a: RowResult, b: RowResult) -> Interval:
-        """Nats per token of a less those of b, document by document: below zero, a is better."""
+    def difference(self, a: RowResult, b: RowResult) -> Interval | None:
+        """Nats per token of a less those of b, document by document: below zero, a is better. None
+        where they have no seed in common."""
         check_same([a, b])
         seeds = common_seeds([a, b])
+        if not seeds:
+            return None
         return paired(a.nats_of(seeds), b.nats_of(seeds), counts(a.documents))
 
 

@@ -5,18 +5,20 @@ interval lies on the paper's side of zero, ✗ if on the other. Documents say no
 another run would change, so a difference must also be larger than chance makes it between runs
 (`Noise`, from the seeds of the whole table), and one that some seed alone would turn around stays
 undecided. Two rows are equal (✓) if the whole interval is within EQUAL of zero, and not (✗) if none
-of it is, by more than chance; with the same of every seed.
+of it is; with the same of every seed, and whatever chance may have added.
 Memory is counted, and needs no run; what holds at the paper's own sizes, and not at those of a
 smaller scale, is undecided there.
 """
 
 import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 
-from melodi.evaluation.intervals import Interval, paired
+from melodi.evaluation.intervals import Interval, paired, student
 from melodi.paper.recipe import EQUAL, Claim
 from melodi.paper.results import (
     Floats,
@@ -34,9 +36,6 @@ Mark = Literal["✓", "✗", "undecided", "not run"]
 BETWEEN_RUNS = 0.15
 """Nats per token that a difference must exceed where no rows have two seeds in common. After 2 M
 tokens of math two runs of one row have differed by 0.13, at an earlier scale (docs/log.md)."""
-STUDENT = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57, 6: 2.45, 7: 2.36, 8: 2.31, 9: 2.26}
-STUDENT |= {10: 2.23, 12: 2.18, 15: 2.13, 20: 2.09, 30: 2.04, 60: 2.00, 120: 1.98}
-"""Quantiles at 97.5 % of Student's distribution, by degrees of freedom."""
 
 
 @dataclass(frozen=True)
@@ -48,11 +47,10 @@ class Noise:
     """Of one run, in nats per token."""
     freedom: int
 
-    def bound(self, pairs: int, seeds: int) -> float:
-        """What a sum of differences of so many pairs of rows, averaged over seeds, exceeds by
-        chance in one of twenty tables."""
-        quantile = STUDENT[max(known for known in STUDENT if known <= self.freedom)]
-        return quantile * self.deviation * math.sqrt(2 * pairs / seeds)
+    def bound(self, seeds: int, squares: int = 2) -> float:
+        """What a sum of rows, averaged over seeds, exceeds by chance in one of twenty tables, up or
+        down. Squares: of the coefficients of its rows, added up; a difference of two has 2."""
+        return student(self.freedom) * self.deviation * math.sqrt(squares / seeds)
 
 
 @dataclass(frozen=True)
@@ -72,22 +70,31 @@ def judge_all(results: Results) -> list[Verdict]:
 
 
 def noise_of(results: Results) -> Noise | None:
-    """From the rows that have several seeds; None where there are not two such rows."""
+    """From the rows that have several seeds; None where they have too few in common."""
     rows = [row for row in results.evaluated if len(row.seeds) > 1]
-    seeds = common_seeds(rows) if rows else set()
-    if len(rows) < 2 or len(seeds) < 2:
+    if not rows:
         return None
     check_same(rows)
     predictions = sum(counts(rows[0].documents))
-    nats_rs = np.array([[row.seeds[s].nats.sum() for s in sorted(seeds)] for row in rows])
-    return scatter_of(nats_rs / predictions)
+    return scatter_of(
+        [{s: run.nats.sum() / predictions for s, run in row.seeds.items()} for row in rows]
+    )
 
 
-def scatter_of(nats_rs: Floats) -> Noise:
-    """Of a table of nats per token, rows by seeds."""
-    rest_rs = nats_rs - nats_rs.mean(0) - nats_rs.mean(1, keepdims=True) + nats_rs.mean()
-    freedom = (nats_rs.shape[0] - 1) * (nats_rs.shape[1] - 1)
-    return Noise(math.sqrt((rest_rs**2).sum() / freedom), freedom)
+def scatter_of(table: Sequence[Mapping[int, float]]) -> Noise | None:
+    """Of the nats per token of each row by seed. A level for every row and one for every seed are
+    fitted by least squares, and the rest is noise; None where nothing is left."""
+    cells = [(row, seed, nats) for row, by in enumerate(table) for seed, nats in by.items()]
+    seeds = sorted({seed for _, seed, _ in cells})
+    design = np.zeros((len(cells), len(table) + len(seeds)))
+    for cell, (row, seed, _) in zip(design, cells, strict=True):
+        cell[[row, len(table) + seeds.index(seed)]] = 1
+    nats_c = np.array([nats for _, _, nats in cells])
+    levels, _, rank, _ = np.linalg.lstsq(design, nats_c)
+    freedom = len(cells) - int(rank)
+    if not freedom:
+        return None
+    return Noise(math.sqrt(((nats_c - design @ levels) ** 2).sum() / freedom), freedom)
 
 
 def judge(claim: Claim, results: Results, noise: Noise | None) -> Verdict:
@@ -109,21 +116,32 @@ def judge(claim: Claim, results: Results, noise: Noise | None) -> Verdict:
     # A gain is a difference of two differences, and so of twice as many runs.
     chance = BETWEEN_RUNS * len(better)
     if noise is not None:
-        chance = noise.bound(len(better), len(by_seed))
-    mark: Mark
-    if claim.kind == "equal":
-        mark = equal_mark(pool)
-        chance = chance + EQUAL if mark == "✗" or len(by_seed) < 2 else 0.0
-        against = [s for s, value in by_seed.items() if (abs(value) <= EQUAL) != (mark == "✓")]
-    else:
-        mark = {-1: "✓", 0: "undecided", 1: "✗"}[pool.sign]  # type: ignore[assignment]
-        against = [seed for seed, value in by_seed.items() if value * pool.value < 0]
-    why = ""
-    if mark != "undecided" and against:
-        why = f"seed {', '.join(map(str, against))} says the opposite"
-    elif mark != "undecided" and abs(pool.value) <= chance:
-        why = f"runs differ by up to {chance:.3f} by chance" + ", one seed" * (len(by_seed) == 1)
+        chance = noise.bound(len(by_seed), squares_of(claim))
+    mark = equal_mark(pool) if claim.kind == "equal" else order_mark(pool)
+    why = "" if mark == "undecided" else doubt(claim, mark, pool.value, by_seed, chance)
     return Verdict(claim, "undecided" if why else mark, pool, why, len(by_seed))
+
+
+def squares_of(claim: Claim) -> int:
+    """Of the coefficients of its rows: one may stand on a side twice, or on both."""
+    coefficients = Counter(claim.better)
+    coefficients.subtract(claim.worse)
+    return sum(times**2 for times in coefficients.values())
+
+
+def doubt(claim: Claim, mark: Mark, value: float, by_seed: dict[int, float], chance: float) -> str:
+    """Why a mark that documents alone would give may be luck; empty if it is not."""
+    if claim.kind == "equal":
+        against = [seed for seed, v in by_seed.items() if (abs(v) <= EQUAL) != (mark == "✓")]
+        luck = abs(value) + chance > EQUAL if mark == "✓" else abs(value) - chance <= EQUAL
+    else:
+        against = [seed for seed, v in by_seed.items() if v * value < 0]
+        luck = abs(value) <= chance
+    if against:
+        return f"seed {', '.join(map(str, against))} says the opposite"
+    if luck:
+        return f"runs differ by up to {chance:.3f} by chance" + ", one seed" * (len(by_seed) == 1)
+    return ""
 
 
 def total(rows: list[RowResult], seeds: set[int]) -> Floats:
@@ -141,6 +159,11 @@ def seed_differences(
         return float(sum(run.nats.sum() for run in chosen)) / sum(predictions)
 
     return {seed: nats(better, seed) - nats(worse, seed) for seed in sorted(common)}
+
+
+def order_mark(difference: Interval) -> Mark:
+    marks: dict[int, Mark] = {-1: "✓", 0: "undecided", 1: "✗"}
+    return marks[difference.sign]
 
 
 def equal_mark(difference: Interval) -> Mark:

@@ -8,7 +8,7 @@
 
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
@@ -23,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from melodi.layers.frame import Probe
 from melodi.memory import MemoryState
 from melodi.model import LanguageModel, Scored
+from melodi.precision import use_tensor_cores
 
 Item = TypeVar("Item")
 PATIENCE = timedelta(hours=1)
@@ -86,11 +87,24 @@ class Processes:
     def any(self, flag: bool) -> bool:
         return self.total(float(flag))[0] > 0
 
+    def on_first(self, work: Callable[[], object]) -> None:
+        """Work of the first process, for which all wait. Where it fails, all fail: none waits for
+        one that has gone on to something else."""
+        error: Exception | None = None
+        if self.first:
+            try:
+                work()
+            except (ValueError, OSError) as found:
+                error = found
+        if self.any(error is not None):
+            raise error or ValueError("the first process has failed, and says why")
+
 
 @contextmanager
 def processes(device: str | None = None) -> Iterator[Processes]:
     """Joins the processes that torchrun started, or stands alone."""
     place = device_of(device, int(os.environ.get("LOCAL_RANK", 0)))
+    use_tensor_cores(place)
     if "RANK" not in os.environ:
         yield Processes(0, 1, place)
         return

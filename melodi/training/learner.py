@@ -5,7 +5,8 @@
    step's number: random numbers are drawn anew from (seed, step, rank). So a run that was killed
    and resumed ends with the same weights, bit for bit, as one that never stopped.
 3. The loss is the mean over all predictions of all rows of all processes, however they are split.
-4. A step whose loss or gradient is not finite is skipped and counted; its memory is dropped.
+4. A step whose loss or gradient is not finite is skipped and counted: weights and memory stay as
+   they were, and the rows read on behind it.
 """
 
 import copy

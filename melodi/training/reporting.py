@@ -8,8 +8,10 @@
 """
 
 import functools
+import math
 import sys
 import time
+from collections import defaultdict
 from typing import Any, TypeAlias
 
 from tqdm import tqdm
@@ -22,40 +24,48 @@ from melodi.run import Run
 Bar: TypeAlias = "tqdm[Any]"
 LINE_SECONDS = 30.0
 """Time between two plain lines where there is no bar."""
+TIMES = ("seconds", "data_seconds")
 ESTIMATE_AFTER = 10
 """Steps after which the end of the run is foretold."""
 
 
 class Meter:
-    """Sums over the steps between two lines of metrics."""
+    """Sums over the steps between two lines of metrics. A step that was skipped, because its
+    figures are not finite, counts by its time alone."""
 
     def __init__(self) -> None:
-        self.sums: dict[str, float] = {}
+        self.sums: defaultdict[str, float] = defaultdict(float)
         self.steps = 0
-        self.last: dict[str, float] = {}
+        self.learning_rate = 0.0
 
     def add(self, step: dict[str, float]) -> None:
+        finite = all(map(math.isfinite, step.values()))
         for name, value in step.items():
-            self.sums[name] = self.sums.get(name, 0.0) + value
-        self.steps += 1
-        self.last = step
+            if finite or name in TIMES:
+                self.sums[name] += value
+        self.steps += finite
+        self.learning_rate = step["learning_rate"]
 
     def record(self) -> dict[str, float]:
         sums, seconds = self.sums, max(self.sums["seconds"], 1e-9)
         return {
-            "loss": sums["nats"] / max(sums["predictions"], 1),
-            "learning_rate": self.last["learning_rate"],
-            "gradient_norm": sums["gradient_norm"] / self.steps,
+            "loss": sums["nats"] / sums["predictions"] if sums["predictions"] else math.nan,
+            "learning_rate": self.learning_rate,
+            "gradient_norm": sums["gradient_norm"] / self.steps if self.steps else math.nan,
             "tokens": int(sums["predictions"]),
             "tokens_per_second": sums["predictions"] / seconds,
             "data_share": sums["data_seconds"] / seconds,
         }
 
     def state_dict(self) -> dict[str, Any]:
-        return {"sums": self.sums, "steps": self.steps, "last": self.last}
+        last = {"learning_rate": self.learning_rate}
+        return {"sums": self.sums, "steps": self.steps, "last": last}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.sums, self.steps, self.last = state["sums"], state["steps"], state["last"]
+        # Earlier checkpoints may hold figures that were not finite, as null.
+        finite = {name: value for name, value in state["sums"].items() if value is not None}
+        self.sums = defaultdict(float, finite)
+        self.steps, self.learning_rate = state["steps"], state["last"]["learning_rate"]
 
 
 class Reporter:
@@ -136,8 +146,8 @@ def introduction(
     if config.rows > documents:
         lines.append(
             f"warning: rows={config.rows} exceed the {documents} training documents, so that "
-            f"several rows read the same document at the same time: lower --rows to {documents}, "
-            "or prepare more documents"
+            f"several rows read the same document at the same time: take at most {documents} "
+            "rows, or prepare more documents"
         )
     return lines
 

@@ -48,16 +48,15 @@ def train(
         run.check_new()
         config = replace(config, precision=found_precision(config, model, group))
     check_vocabulary(model, store)
-    if group.first:
-        store.verify("train", "validation")
+    group.on_first(lambda: store.verify("train", "validation"))
     trainer = Trainer(run, store, model, config, execution, group)
     run.folder.mkdir(parents=True, exist_ok=True)
-    with locked(run.folder) if group.first else contextlib.nullcontext():
+    with contextlib.ExitStack() as held:
+        group.on_first(lambda: held.enter_context(locked(run.folder)))
         if resume:
             trainer.restore()
-        elif group.first:
-            run.create(model, config, store, preset)
-        group.barrier()
+        else:
+            group.on_first(lambda: run.create(model, config, store, preset))
         return trainer.run_all()
 
 
@@ -143,9 +142,8 @@ class Trainer:
         found = self.checkpoints.newest_whole(self.reporter.say) if self.group.first else None
         # The others hear of it from the first, which may have set damaged ones aside.
         step = int(self.group.total(found or 0)[0])
-        if self.group.first:
-            self.run.adopt(self.store)
-            self.run.rewind(step)
+        self.group.on_first(lambda: self.run.adopt(self.store))
+        self.group.on_first(lambda: self.run.rewind(step))
         if not step:
             self.reporter.say(f"{self.run.folder} has no checkpoint yet: starting anew")
             return

@@ -239,7 +239,7 @@ REFUSED = {
     ),
     r"a.doc is of no known kind": lambda d: write_folder(d, {"a.doc": "x"}) / "a.doc",
     r"a.jsonl line 2 is not JSON": lambda d: write_folder(d, {"a.jsonl": '{"text": "a"}\n{"te'}),
-    r"line 1 has no column 'text': choose --text-column from body": lambda d: write_folder(
+    r"line 1 has no column 'text', but body: choose --text-column, or mend": lambda d: write_folder(
         d, {"a.jsonl": '{"body": "a"}'}
     ),
     r"line 1 has text of type int": lambda d: write_folder(d, {"a.jsonl": '{"text": 1}'}),

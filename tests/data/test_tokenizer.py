@@ -127,8 +127,8 @@ def test_pieces_encode_as_the_whole(kind: str | None, words: list[str]) -> None:
     ("name", "contents", "message"),
     [
         ("none.model", None, "'.*none.model' does not exist: give a SentencePiece"),
-        ("bad.model", b"not a model", "'.*bad.model' cannot be read"),
-        ("bad.json", b'{"version": 1}', "'.*bad.json' cannot be read"),
+        ("bad.model", b"not a model", "'.*bad.model' is damaged, or something else"),
+        ("bad.json", b'{"version": 1}', "'.*bad.json' is damaged, or something else"),
         ("bad.txt", b"text", "'.*bad.txt' is of no known kind"),
     ],
 )

@@ -1,0 +1,33 @@
+"""What all pictures share: a pyplot without a screen, colours, and files that are whole or absent.
+
+The colours are those of Okabe and Ito, which the colour-blind can tell apart, without yellow, which
+white hides.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from melodi.files import replacing
+
+COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"]
+MARKERS = ["o", "s", "^", "D", "v", "P", "X", "*"]
+
+
+def pyplot() -> Any:
+    """matplotlib's, which the extra `plot` brings."""
+    try:
+        import matplotlib
+    except ImportError:
+        raise ValueError("plots need matplotlib: pip install matplotlib") from None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot
+
+
+def save(figure: Any, path: Path, dpi: int = 110) -> Path:
+    """As PNG, without date and version: the same data give the same file."""
+    with replacing(path) as partial:
+        figure.savefig(partial, format="png", dpi=dpi, metadata={"Software": None})
+    pyplot().close(figure)
+    return path
