@@ -55,7 +55,7 @@ class EvalArgs:
 def eval_(args: list[str]) -> None:
     """Run folder to perplexity on whole documents, with memory and with memory dropped.
 
-    Example: melodi eval runs/first --split validation --json
+    Example: melodi eval runs/books --split validation --json
     """
     options = parse(EvalArgs, eval_, args)
     check_at_least(1, rows=options.rows, max_tokens=options.max_tokens)

@@ -20,7 +20,7 @@ class ExportArgs:
 def export(args: list[str]) -> None:
     """Run folder to Hugging Face folder, with tokenizer and model card (extra: hf).
 
-    Example: melodi export runs/first exported
+    Example: melodi export runs/books exported
     """
     options = parse(ExportArgs, export, args)
     try:

@@ -25,7 +25,7 @@ def report(args: list[str]) -> None:
 
     A run gets a picture; a recipe, finished or not, a page as HTML and Markdown.
 
-    Example: melodi report runs/first results
+    Example: melodi report runs/books results
     """
     options = parse(ReportArgs, report, args)
     if not options.folders:

@@ -41,7 +41,7 @@ class TrainArgs(TrainStart):
 def train(args: list[str]) -> None:
     """Preset and token store to run folder.
 
-    Example: melodi train --preset laptop-melodi --data store --out runs/first --steps 300
+    Example: melodi train --preset laptop-melodi --data store --out runs/books --steps 300
     """
     start, others = parse_known(TrainStart, args)
     if wants_help(others):
