@@ -78,7 +78,7 @@ def short_term_layers() -> Recipe:
         rows=tuple(rows),
         reference=label[13],
         claims=(
-            *ordered(label.values(), where),
+            *ordered([label[n] for n in grid[:-1]], where),
             Claim((label[4], label[4]), (label[1], label[13]), where, fewer),
             Claim((label[7],), (label[13],), where, half, "equal"),
         ),
