@@ -31,8 +31,8 @@ from melodi.layers.frame import Layer, LayerMemory, OpenWindow, Probe, WindowPar
 from melodi.layers.nats import linear_nats
 from melodi.layers.token import is_bare
 from melodi.layers.transformer import RelativePositionBias, RMSNorm, Sight, randomise
-from melodi.memory import Fill, Fingerprint, Maker, MemoryState
-from melodi.reading import Handover, RaggedRows, Turn, counters, inside, turns
+from melodi.memory import Fingerprint, Maker, MemoryState
+from melodi.reading import Handover, Opening, RaggedRows, Turn, counters, inside, turns
 from melodi.sharded import gather
 from melodi.sights import alike, sights, token_sights
 from melodi.threads import side_by_side, worker_count
@@ -205,46 +205,33 @@ class LanguageModel(nn.Module):
             token = Decoder(self)(tokens_BT, state)
             if token is not None:
                 return *token, None
-        rows = RaggedRows(tokens_BT, self._zeros(state.batch_size, 0, self.config.width))
-        device, rows_count = self.embedding.weight.device, state.batch_size
-        memory, opened, fill = state.layers, state.open_window, None
+        if lengths_B is None:
+            lengths_B = torch.full_like(state.open_B, tokens_BT.size(1))
         run: Callable[..., Window] = self._window
         if self.checkpoint_windows and not in_place:  # only the edges of windows are kept
             run = functools.partial(checkpoint, self._window, use_reentrant=False)
-        if in_place and (writable := state.writable_window()) is not None:
-            opened, fill = writable
-        windows_B, open_B = state.windows_B, state.open_B
-        known: dict[tuple[object, ...], tuple[Sight, ...]] = {}
-        extra_losses = []
-        if lengths_B is None:
-            lengths_B = torch.full_like(open_B, tokens_BT.size(1))
+        rows = RaggedRows(tokens_BT, self._zeros(state.batch_size, 0, self.config.width))
+        memory, opening = state.layers, Opening(state, in_place)
         growing = probe is None and self._grows(state, lengths_B)
         if growing:
             windows = int(lengths_B[0]) // self.config.window
             memory = tuple(
                 layer.begin_segment(m, windows) for layer, m in zip(self.stack, memory, strict=True)
             )
-        plan = list(turns(state, lengths_B))
+        plan, extra_losses = list(turns(state, lengths_B)), []
+        known: dict[tuple[object, ...], tuple[Sight, ...]] = {}
+        read_B = plan[-1].next_counters() if plan else (state.windows_B, state.open_B)
         if growing and in_place and self._overlaps():
-            memory = self._overlapping(plan, memory, rows, known)
-            (windows_B, open_B), plan = plan[-1].next_counters(), []
-        for turn, counters_4B in zip(plan, counters(plan, device), strict=True):
-            if turn.whole:
-                opened, fill = None, None
-            elif opened is None:
-                opened, fill = self._empty_windows(rows_count), Fill(open_B)
+            memory, plan = self._overlapping(plan, memory, rows, known), []
+        placed = counters(plan, self.embedding.weight.device)
+        for turn, counters_4B in zip(plan, placed, strict=True):
             part = turn.part(counters_4B, self.static_shapes, in_place, probe)
+            opened = opening.before(turn, self._empty_windows)
             seen = self._sights(turn, known, masked=probe is not None)
             window = run(rows.tokens(turn), memory, opened, part, seen)
-            memory, opened = window.memory, window.opened
+            memory = window.memory
+            opening.after(turn, window.opened)
             rows.add(window.x_BtD, turn)
-            windows_B, open_B = turn.next_counters()
-            if fill is not None and part.place is not None:
-                fill.open_B = open_B
-            else:
-                fill = Fill(open_B)
-            if not open_B.any():
-                opened, fill = None, None
             if window.extra_loss is not None:
                 extra_losses.append(window.extra_loss)
         if growing:
@@ -252,7 +239,7 @@ class LanguageModel(nn.Module):
                 layer.end_segment(m) for layer, m in zip(self.stack, memory, strict=True)
             )
         state = MemoryState(
-            self.config, Maker(self), windows_B, open_B, memory, opened, fill if in_place else None
+            self.config, Maker(self), *read_B, memory, opening.windows, opening.fill
         )
         x_BTD = F.dropout(self.final_norm(rows.joined()), self.config.dropout, self.training)
         return x_BTD, state, torch.stack(extra_losses).mean() if extra_losses else None

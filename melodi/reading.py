@@ -4,13 +4,14 @@
   window, or of its tokens. While all rows read whole windows, turn k is window k of the paper.
 - `counters` takes what the layers need of all turns to the device at once.
 - `RaggedRows` cuts the tokens of a turn out and puts the hidden vectors of all turns together.
+- `Opening` is what windows that are not full yet have left in the layers.
 - `Handover` is what the layers remember of a window that is still on its way through them.
 
 Shapes: B rows, T tokens, t tokens of a turn, D width.
 """
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import NamedTuple, overload
 
@@ -19,8 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from melodi.device import upload
-from melodi.layers.frame import LayerMemory, Probe, WindowPart
-from melodi.memory import MemoryState
+from melodi.layers.frame import LayerMemory, OpenWindow, Probe, WindowPart
+from melodi.memory import Fill, MemoryState
 
 MANY = 1 << 31
 """More windows than any queue holds."""
@@ -193,6 +194,40 @@ class RaggedRows:
         place_BT = torch.where(self.place_BT < 0, x_BTD.size(1) - 1, self.place_BT)
         index_BTD = upload(place_BT, x_BTD.device)[:, :, None].expand(-1, -1, x_BTD.size(2))
         return x_BTD.gather(1, index_BTD)
+
+
+class Opening:
+    """The open windows of all layers, from turn to turn; none where all rows read whole ones."""
+
+    def __init__(self, state: MemoryState, in_place: bool) -> None:
+        self.in_place = in_place
+        self.windows, self.fill = state.open_window, None
+        if in_place and (writable := state.writable_window()) is not None:
+            self.windows, self.fill = writable
+
+    def before(
+        self, turn: Turn, empty: Callable[[int], tuple[OpenWindow, ...]]
+    ) -> tuple[OpenWindow, ...] | None:
+        """As the layers need them; `empty` makes some for so many rows."""
+        if turn.whole:
+            self.windows, self.fill = None, None
+        elif self.windows is None:
+            self.windows, self.fill = empty(len(turn.length_B)), self._filled(turn.position_B)
+        return self.windows
+
+    def after(self, turn: Turn, windows: tuple[OpenWindow, ...] | None) -> None:
+        """As the layers have left them."""
+        _, open_B = turn.next_counters()
+        if self.fill is not None and turn.place is not None:  # written to in place
+            self.fill.open_B = open_B
+        else:
+            self.fill = self._filled(open_B)
+        self.windows = windows
+        if not open_B.any():
+            self.windows, self.fill = None, None
+
+    def _filled(self, open_B: Tensor) -> Fill | None:
+        return Fill(open_B) if self.in_place else None
 
 
 class Handover(Sequence[LayerMemory]):
