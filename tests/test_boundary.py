@@ -188,7 +188,7 @@ def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
         save_file(changed, path, about)
         with pytest.raises(ValueError, match="is damaged: its checksum differs"):
             MemoryState.load(path)
-    with pytest.raises(ValueError, match="not a whole safetensors file"):
+    with pytest.raises(ValueError, match="is a folder: give a file"):
         MemoryState.load(tmp_path)
 
 

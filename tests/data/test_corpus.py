@@ -43,7 +43,7 @@ def test_hub_records_become_documents(tmp_path: Path) -> None:
     ]
     assert ["".join(d.pieces()) for d in documents] == ["b", "a", ""]
     assert [d.split for d in hub_documents({"train": parts["train"]}, "x", "text", 0)] == [None] * 2
-    with pytest.raises(ValueError, match=r"x/train:0 has no column 'txt': .* from text"):
+    with pytest.raises(ValueError, match=r"x/train:0 has no column 'txt', but text: choose"):
         list(hub_documents(parts | {"test": []}, "x", "txt", 0))
 
 
