@@ -10,7 +10,7 @@ demo: .venv/installed
 	$(BIN)/melodi prepare --out runs/demo/store
 	$(BIN)/melodi train --preset laptop-melodi --data runs/demo/store --out runs/demo/run
 	$(BIN)/melodi eval runs/demo/run
-	$(BIN)/melodi generate --run runs/demo/run --prompt "def read(self" --max-tokens 120 --seed 1
+	$(BIN)/melodi generate --run runs/demo/run --prompt "def read(self" --max-tokens 120 --repetition-penalty 1.2 --seed 2
 	$(BIN)/melodi report runs/demo/run
 
 # One worker a core, each with one thread: threads of several processes get in each other's way.
