@@ -43,7 +43,7 @@ def main(args: list[str] | None = None) -> None:
         sys.stderr.close()
         sys.exit(1)
     except (NotADirectoryError, FileExistsError) as error:
-        fail(f"{error.filename}: a file is where a folder should be: choose another place")
+        fail(f"{error.filename or error}: a file is where a folder should be: choose another place")
     except (ValueError, OSError, OverflowError) as error:
         fail(str(error))
     except (MemoryError, RuntimeError) as error:

@@ -20,7 +20,7 @@ class BenchArgs:
     json: bool = False
     """Print all samples as a JSON object instead of tables."""
     out: Path | None = None
-    """Folder for bench.json and bench.png."""
+    """Folder for bench.json and, where lengths of documents were compared, bench.png."""
     size: Literal["laptop", "small", "mid"] = "laptop"
     """Size of all models."""
     threads: int | None = None

@@ -148,7 +148,7 @@ def longest(documents: Documents, rows: int, window: int, windows: int) -> Tenso
     """The longest documents side by side, all cut to the same length: those that have as many
     windows as wanted, or else the two longest."""
     if rows < 2:
-        raise ValueError(f"rows={rows} must be at least 2: an interval needs several documents")
+        raise ValueError(f"rows={rows} must be at least 2: documents are compared")
     order = np.argsort(documents.lengths, kind="stable")[::-1][:rows]
     enough = int((documents.lengths[order] > windows * window).sum())
     chosen = order[: max(enough, 2)]
