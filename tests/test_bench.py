@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from zoo import KINDS, ZOO, cases, make, random_tokens
 
 from melodi import LanguageModel, ModelConfig
-from melodi.bench import alternatives, full_attention
+from melodi.bench import alternatives, full_attention, runner
 from melodi.bench.measure import Task, interleave, ratio, summary
 from melodi.bench.operations import (
     EXTRA,
@@ -313,6 +313,21 @@ def test_bench_measures_one_part(
     assert record["speed"] == record["peaks"] == []
 
 
+@pytest.mark.usefixtures("_tiny")
+def test_bench_measures_some_models(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Melodi is always among them: the others are compared with it."""
+    made: list[str] = []
+    monkeypatch.setattr(runner, "make_alternative", lambda name, *_: made.append(name))
+    command = "bench --threads 1 --parts speed documents --json --models"
+    record = json.loads(printed(capsys, f"{command} no-memory 'rmt (PyPI)'"))
+    assert {row["name"] for row in record["speed"]} == {"machine", "melodi", "no-memory"}
+    assert {row["name"] for row in record["documents"]} == {"melodi"}
+    assert made == ["rmt (PyPI)"]
+    assert set(record["config"]["models"]) == {"melodi", "no-memory"}
+
+
 @pytest.mark.parametrize(("length", "chunk"), [(64, 16), (40, 16), (8, 16), (16, 16)])
 def test_a_document_is_read_to_its_end(length: int, chunk: int) -> None:
     """And no further, whatever is read at once."""
@@ -348,6 +363,7 @@ def test_peak_memory_grows_with_the_work() -> None:
         ("bench --size big", "'big' for argument '--size'"),
         ("bench --quik", "--quick"),
         ("bench --parts memory", "'memory'"),
+        ("bench --models melodi llama", "no model is called llama: there are melodi, "),
     ],
 )
 def test_mistakes(capsys: pytest.CaptureFixture[str], command: str, message: str) -> None:

@@ -52,7 +52,7 @@ def run_bench(size: Size, plan: Plan, wanted: Sequence[str]) -> dict[str, Any]:
         progress_done()
         print(f"melodi: {line}", file=sys.stderr)
 
-    names = plan.kinds or tuple(size.models)
+    ours, others = chosen(size, plan)
     record: dict[str, Any] = {
         "machine": machine.describe(),
         "plan": asdict(plan),
@@ -60,16 +60,16 @@ def run_bench(size: Size, plan: Plan, wanted: Sequence[str]) -> dict[str, Any]:
             "rows": size.rows,
             "segment": size.segment,
             "precision": size.precision,
-            "models": {name: size.models[name].to_dict() for name in names},
+            "models": {name: size.models[name].to_dict() for name in ours},
         },
         "notes": notes,
         "seconds": {},
     }
     parts: dict[str, Callable[[], list[dict[str, Any]]]] = {
         "growth": lambda: growth(size, plan, note),
-        "speed": lambda: speed(size, plan, names, note),
-        "documents": lambda: documents(size, plan, note),
-        "peaks": lambda: peaks(size, plan, names, note),
+        "speed": lambda: speed(size, plan, ours, others, note),
+        "documents": lambda: documents(size, plan, others, note),
+        "peaks": lambda: peaks(size, plan, ours, others, note),
     }
     for part, measure in parts.items():
         record[part] = []
@@ -82,6 +82,18 @@ def run_bench(size: Size, plan: Plan, wanted: Sequence[str]) -> dict[str, Any]:
         progress_done()
         print(f"melodi: {part} took {record['seconds'][part]:.0f} s", file=sys.stderr)
     return record
+
+
+def chosen(size: Size, plan: Plan) -> tuple[list[str], list[str]]:
+    """The models of ours, the reference among them, and the alternatives that are measured."""
+    if not plan.models:
+        return list(plan.kinds or size.models), list(ALTERNATIVES)
+    unknown = set(plan.models) - {*size.models, *ALTERNATIVES}
+    if unknown:
+        known = ", ".join([*size.models, *ALTERNATIVES])
+        raise ValueError(f"no model is called {', '.join(sorted(unknown))}: there are {known}")
+    ours = [name for name in size.models if name in (REFERENCE, *plan.models)]
+    return ours, [name for name in ALTERNATIVES if name in plan.models]
 
 
 def growth(size: Size, plan: Plan, note: Note) -> list[dict[str, Any]]:
@@ -121,12 +133,14 @@ def growth(size: Size, plan: Plan, note: Note) -> list[dict[str, Any]]:
     return rows
 
 
-def speed(size: Size, plan: Plan, names: tuple[str, ...], note: Note) -> list[dict[str, Any]]:
+def speed(
+    size: Size, plan: Plan, ours: Sequence[str], others: Sequence[str], note: Note
+) -> list[dict[str, Any]]:
     """Training, reading and generation of all models, in turn with the roofs of the machine."""
     tasks = machine.tasks(size, plan.buffer_mb)
-    for name in names:
+    for name in ours:
         tasks += our_subject(name, size.models[name], size).tasks(size)
-    for name in ALTERNATIVES:
+    for name in others:
         progress(f"making {name}")
         subject = make_alternative(name, size, plan.context, note)
         tasks += [] if subject is None else subject.tasks(size)
@@ -154,7 +168,7 @@ def speed_rows(found: list[Measured]) -> list[dict[str, Any]]:
     return rows
 
 
-def documents(size: Size, plan: Plan, note: Note) -> list[dict[str, Any]]:
+def documents(size: Size, plan: Plan, others: Sequence[str], note: Note) -> list[dict[str, Any]]:
     """Whole documents, read by ours and, in one piece and in chunks, by full attention."""
     torch.manual_seed(0)
     model = LanguageModel(size.reference).eval()
@@ -163,8 +177,9 @@ def documents(size: Size, plan: Plan, note: Note) -> list[dict[str, Any]]:
         REFERENCE: lambda length: read_document(model, length, at_once)
     }
     with contextlib.suppress(ImportError):  # its absence was noted before
-        more = full_attention.document_readers(size.reference, size.segment)
-        readers |= {f"{full_attention.NAME}, {way}": reader for way, reader in more.items()}
+        if full_attention.NAME in others:
+            more = full_attention.document_readers(size.reference, size.segment)
+            readers |= {f"{full_attention.NAME}, {way}": reader for way, reader in more.items()}
     rows: list[dict[str, Any]] = []
     last: dict[str, tuple[int, float]] = {}
     for length in plan.lengths:
@@ -197,14 +212,17 @@ def expected(last: tuple[int, float] | None, length: int) -> float:
     return 0.0 if last is None else last[1] * (length / last[0]) ** 2
 
 
-def peaks(size: Size, plan: Plan, names: tuple[str, ...], note: Note) -> list[dict[str, Any]]:
+def peaks(
+    size: Size, plan: Plan, ours: Sequence[str], others: Sequence[str], note: Note
+) -> list[dict[str, Any]]:
     """What work adds to memory: a training step of every model, then documents of every length,
     read and trained on. What takes longest comes last."""
-    both = (REFERENCE, full_attention.NAME)
-    wanted = [(name, "train", size.segment) for name in (*both, *names, *ALTERNATIVES)]
+    full = [name for name in others if name == full_attention.NAME]
+    both = [REFERENCE, *full]
+    wanted = [(name, "train", size.segment) for name in (*both, *ours, *others)]
     for length in plan.lengths:
         wanted += [(REFERENCE, "read", length)]
-        wanted += [(full_attention.NAME, work, length) for work in ("read", "chunks")]
+        wanted += [(name, work, length) for name in full for work in ("read", "chunks")]
     wanted += [(name, "train", length) for length in plan.memory_lengths for name in both]
     rows, begin, failed = [], time.perf_counter(), set()
     for name, work, length in dict.fromkeys(wanted):

@@ -37,7 +37,7 @@ class Plan:
     """How much is measured. Parts get seconds, not repetitions: a slow machine measures less."""
 
     kinds: tuple[str, ...]
-    """Kinds of ours; all when empty."""
+    """Kinds of ours; all when empty. All alternatives are beside them."""
     speed_seconds: float
     """For training, reading and generation, all kinds and alternatives in turn."""
     length_seconds: float
@@ -56,6 +56,8 @@ class Plan:
     """Tokens that full attention has before it when it generates."""
     buffer_mb: int = 256
     """What the bandwidth is measured on: more than any cache."""
+    models: tuple[str, ...] = ()
+    """These of ours and of the alternatives, beside the reference, instead of all."""
 
 
 def scaled(presets: str, **changes: Any) -> dict[str, ModelConfig]:

@@ -5,7 +5,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from melodi.cli.console import Precision, check_at_least, parse, print_table, use_threads
+from melodi.cli.console import (
+    Precision,
+    Texts,
+    check_at_least,
+    parse,
+    print_table,
+    use_threads,
+)
 from melodi.files import write_json
 
 Part = Literal["growth", "speed", "documents", "peaks"]
@@ -30,6 +37,8 @@ class BenchArgs:
     parts: tuple[Part, ...] = PARTS
     """What is measured: one document read on and on, speed of all models, whole documents, peak
     memory."""
+    models: Texts = ()
+    """Names of models, as the tables have them, to be compared with melodi; all when not given."""
 
 
 def bench(args: list[str]) -> None:
@@ -56,7 +65,8 @@ def bench(args: list[str]) -> None:
     size = SIZES[options.size]
     precision = resolve(options.precision, torch.device("cpu"), size.reference)
     size = replace(size, precision=precision)
-    record = run_bench(size, PLANS["quick" if options.quick else "full"], options.parts)
+    plan = replace(PLANS["quick" if options.quick else "full"], models=options.models)
+    record = run_bench(size, plan, options.parts)
     record = {"size": options.size, "quick": options.quick, **record}
     if options.json:
         print(json.dumps(record, indent=2))
