@@ -139,9 +139,12 @@ class Trainer:
 
     def restore(self) -> None:
         """Goes back to the newest whole checkpoint; to the start if there is none."""
-        found = self.checkpoints.newest_whole(self.reporter.say) if self.group.first else None
+        found: list[int] = []
+        self.group.on_first(
+            lambda: found.append(self.checkpoints.newest_whole(self.reporter.say) or 0)
+        )
         # The others hear of it from the first, which may have set damaged ones aside.
-        step = int(self.group.total(found or 0)[0])
+        step = int(self.group.total(sum(found))[0])
         self.group.on_first(lambda: self.run.adopt(self.store))
         self.group.on_first(lambda: self.run.rewind(step))
         if not step:
