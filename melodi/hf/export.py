@@ -9,7 +9,7 @@ The folder is whole or absent.
 """
 
 import json
-import shutil
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -31,31 +31,31 @@ from melodi.run import ENVIRONMENT, Run, load, run_folder, weights_file
 
 def export(run: str | Path, folder: str | Path) -> Path:
     """The run's best weights, as `load` gives them. The folder must be new or empty."""
-    folder = Path(folder)
+    folder, place = Path(folder), Path(folder).resolve()
+    if place == Path.cwd():
+        raise ValueError(f"{folder} is the folder that you are in: name a new one")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"{folder} is already there: choose a new or empty folder")
     run = run_folder(run)
     core = load(run)
-    partial = folder.with_name(f"{folder.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    try:
+    place.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{place.name}.", dir=place.parent) as beside:
+        partial = Path(beside) / place.name
+        partial.mkdir()
         save(core, partial)
         write_text(partial / "README.md", card(Run(run), core))
-        partial.replace(folder)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        partial.replace(place)
     return folder
 
 
 def save(core: LanguageModel, folder: Path) -> None:
     model = MelodiForCausalLM.from_core(core)
-    end = core.tokenizer.end_of_document
-    if end is not None:
-        for config in (model.config, model.generation_config):
-            config.eos_token_id = config.pad_token_id = end
+    tokenizer = tokenizer_for(core.tokenizer, folder)
+    for config in (model.config, model.generation_config):
+        config.eos_token_id = core.tokenizer.end_of_document
+        config.pad_token_id = tokenizer.pad_token_id
     model.save_pretrained(folder)
-    tokenizer_for(core.tokenizer, folder).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
 
 
 def tokenizer_for(tokenizer: Tokenizer, folder: Path) -> PreTrainedTokenizerBase:
@@ -77,10 +77,12 @@ def fast_tokenizer(
 
     definition.update(post_processor=None, truncation=None, padding=None)
     end = END_OF_DOCUMENT if end_of_document is not None else None
+    # Only a special token can pad: decoding leaves it out. A vocabulary without one cannot.
+    special = [token["content"] for token in definition["added_tokens"] if token["special"]]
     return PreTrainedTokenizerFast(
         tokenizer_object=Engine.from_str(json.dumps(definition)),
         eos_token=end,
-        pad_token=end,
+        pad_token=end or next(iter(special), None),
         padding_side="left",
         split_special_tokens=True,
         clean_up_tokenization_spaces=False,
@@ -138,11 +140,16 @@ def evaluations(run: Run) -> str:
     records = [read_json(path) for path in sorted(run.folder.glob("eval-*.json"))]
     lines = [
         f"| {record['split']}, {record['documents']} documents, step {record['step']} "
-        f"| {record['perplexity']:.2f} | {record['perplexity_without_memory']:.2f} |"
+        f"| {shown(record['perplexity'])} | {shown(record['perplexity_without_memory'])} |"
         for record in records
     ]
     head = ["| | perplexity | with memory dropped at every window |", "|---|---|---|"]
     return "\n".join([*head, *lines] if lines else ["Not evaluated: `melodi eval` was not run."])
+
+
+def shown(perplexity: float | None) -> str:
+    """One that is not finite is null in a record."""
+    return "-" if perplexity is None else f"{perplexity:.2f}"
 
 
 CARD = """---

@@ -6,8 +6,7 @@
 - Token ids that come with a memory are always new ones. Transformers takes them for the whole
   history if they come with a mask of their own length, and would drop the first of them.
 - Padding, wherever a mask says it is, is never read: rows are packed to the left before reading,
-  and logits are put back in their places. So `attention_mask` is no named argument of `forward`:
-  of one that has none, `generate` makes no assumptions about what its length means.
+  and logits are put back in their places.
 
 Shapes: B rows, T tokens, t tokens of a piece, K tokens whose logits are kept, n of these that are
 in a piece, D width, V vocabulary.
@@ -181,6 +180,7 @@ class MelodiForCausalLM(PreTrainedModel, GenerationMixin):
     def forward(
         self,
         input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
         past_key_values: Cache | None = None,
         labels: Tensor | None = None,
         use_cache: bool | None = None,
@@ -198,7 +198,8 @@ class MelodiForCausalLM(PreTrainedModel, GenerationMixin):
         if input_ids is None:
             raise ValueError(f"input_ids=None: {type(self).__name__} reads token ids")
         memory = self._memory(past_key_values, len(input_ids))
-        real_BT = real_tokens(kwargs.pop("attention_mask", None), input_ids)
+        real_BT = real_tokens(attention_mask, input_ids)
+        check_not_packed(kwargs.pop("position_ids", None), real_BT)
         place_BT = torch.where(real_BT, real_BT.cumsum(1) - 1, -1)
         keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         hidden_BKD, state, extra_loss = self._read(input_ids, real_BT, place_BT[:, keep], memory)
@@ -210,7 +211,11 @@ class MelodiForCausalLM(PreTrainedModel, GenerationMixin):
             labels = labels.masked_fill(~(seen_BT & real_BT), IGNORED_LABEL)
             loss = self.loss_function(logits_BKV, labels, self.config.vocab_size, **kwargs)
             if extra_loss is not None and self.training:
-                loss = loss + extra_loss
+                # Of accumulated batches each adds its share, as it does to the cross-entropy.
+                of_all = kwargs.get("num_items_in_batch")
+                targets = kwargs.get("shift_labels", labels[:, 1:])
+                share = 1 if of_all is None else (targets != IGNORED_LABEL).sum() / of_all
+                loss = loss + share * extra_loss
         if self.config.use_cache if use_cache is None else use_cache:
             memory.state = state
             return CausalLMOutputWithPast(loss=loss, logits=logits_BKV, past_key_values=memory)
@@ -222,6 +227,8 @@ class MelodiForCausalLM(PreTrainedModel, GenerationMixin):
         memory: Any = kwargs.get("past_key_values")
         mask: Any = kwargs.get("attention_mask")
         ids = kwargs.get("input_ids") if inputs is None else inputs
+        if isinstance(ids, Tensor) and mask is None:
+            kwargs["attention_mask"] = mask = torch.ones_like(ids)
         given = isinstance(ids, Tensor) and isinstance(mask, Tensor) and ids.shape == mask.shape
         if given and isinstance(memory, MemoryCache):
             # A mask that is longer than the ids tells transformers that they are new ones; it cuts
@@ -305,6 +312,19 @@ def real_tokens(mask: Tensor | None, tokens_BT: Tensor) -> Tensor:
             "tokens read before; if cache_implementation was given, leave that out"
         )
     return mask[:, mask.size(1) - length :].bool()
+
+
+def check_not_packed(position_BT: Tensor | None, real_BT: Tensor) -> None:
+    """Positions that begin again inside a row are several documents in it, which would be read as
+    one."""
+    if position_BT is None or position_BT.shape != real_BT.shape:
+        return
+    falls_BT = (position_BT.diff(dim=1) < 0) & real_BT[:, 1:] & real_BT[:, :-1]
+    if falls_BT.any():
+        raise ValueError(
+            "position_ids begin again inside a row: packed documents are not supported, give each "
+            "a row of its own"
+        )
 
 
 AutoConfig.register("melodi", MelodiConfig)
