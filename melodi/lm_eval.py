@@ -11,6 +11,7 @@ import copy
 import logging
 import sys
 from collections.abc import Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ except ImportError:
         "tasks need lm-evaluation-harness, which is not installed: pip install '.[eval]'"
     ) from None
 
+from melodi.data.tokenizer import opening
 from melodi.model import LanguageModel
 from melodi.precision import Precision, autocast, resolve
 from melodi.prefixes import Text, score
@@ -34,6 +36,8 @@ MAX_TOKENS = 256
 """To write where a task does not say."""
 RESAMPLED = 1000
 """Times that samples are drawn again to estimate an error: its second digit is not needed."""
+LIMITS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
+"""What tasks call the tokens to write."""
 SAMPLING = {"temperature", "top_k", "top_p", "min_p", "repetition_penalty"}
 """What a task may say of sampling."""
 
@@ -54,12 +58,22 @@ class MelodiLM(TemplateLM):
     @property
     def prefix_token_id(self) -> int:
         """What comes before a text that nothing comes before."""
-        return (self.model.tokenizer.encode("\n") or [0])[-1]
+        return opening(self.model.tokenizer)[-1]
 
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **_: Any
     ) -> list[int]:
         return self.model.tokenizer.encode(string)
+
+    def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
+        """As the harness does it, spaces before the border going with the continuation. A token
+        that holds the end of one and the beginning of the other counts as continuation: cut by the
+        length of the context alone, there might be nothing left to score."""
+        given = context.rstrip()
+        alone, whole = self.tok_encode(given), self.tok_encode(context + continuation)
+        same = takewhile(lambda pair: pair[0] == pair[1], zip(alone, whole, strict=False))
+        first = sum(1 for _ in same)
+        return whole[:first], whole[first:]
 
     def loglikelihood(
         self, requests: list[Instance], disable_tqdm: bool = False
@@ -122,9 +136,12 @@ class MelodiLM(TemplateLM):
         return ids, reader
 
     def _continuation(self, reader: StreamReader, wanted: dict[str, Any]) -> str:
-        until = wanted.pop("until", None) or []
-        limit = wanted.pop("max_gen_toks", wanted.pop("max_tokens", MAX_TOKENS))
+        wanted = {name: value for name, value in wanted.items() if value is not None}
+        until = wanted.pop("until", [])
+        limits = [wanted.pop(name) for name in LIMITS if name in wanted]
         sampled = wanted.pop("do_sample", wanted.get("temperature", 0) > 0)
+        if wanted.get("num_beams") == 1:  # which is none
+            del wanted["num_beams"]
         odd = sorted(wanted.keys() - SAMPLING)
         if odd:
             raise ValueError(
@@ -135,7 +152,8 @@ class MelodiLM(TemplateLM):
         choices = {"temperature": 1.0, **wanted} if sampled else {"temperature": 0.0}
         seed = int(torch.randint(1 << 31, ())) if sampled else None
         stop = self.model.tokenizer.end_of_document
-        until = [until] if isinstance(until, str) else list(until)
+        until = [text for text in ([until] if isinstance(until, str) else until) if text]
+        limit = limits[0] if limits else MAX_TOKENS
         return "".join(
             reader.generate_text(limit, **choices, seed=seed, stop=stop, stop_strings=until)
         )

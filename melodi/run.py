@@ -13,6 +13,7 @@ Everything that the result depends on is in `ModelConfig` and `TrainConfig`; `Ex
 is carried out. `load` gives the model of a run.
 """
 
+import copy
 import dataclasses
 import importlib.metadata
 import json
@@ -166,11 +167,14 @@ class Run:
         )
         self.adopt(store)
 
-    def adopt(self, store: TokenStore) -> None:
-        """Notes where the store is now, and completes what a kill at the very start left out."""
-        config, path = self.read_config(), str(store.path.resolve())
-        if config["data"]["path"] != path:
-            config["data"]["path"] = path
+    def adopt(self, store: TokenStore, steps: int = 0) -> None:
+        """Notes where the store is now, and to which step the run goes on if that is farther; and
+        completes what a kill at the very start left out."""
+        config = self.read_config()
+        before = copy.deepcopy(config)
+        config["data"]["path"] = str(store.path.resolve())
+        config["train"]["steps"] = max(steps, config["train"]["steps"])
+        if config != before:
             write_json(self.folder / CONFIG, config)
         if not (self.folder / ENVIRONMENT).exists():
             write_json(self.folder / ENVIRONMENT, environment())
@@ -248,11 +252,14 @@ class Run:
                     ) from None
         return records
 
-    def rewind(self, step: int) -> None:
-        """Drops the metrics of steps that will be taken again."""
+    def rewind(self, step: int, between: bool = False) -> None:
+        """Drops the metrics of steps that will be taken again; where the run goes on between two
+        lines of losses, also the line with which it had ended there: the next will cover it."""
         if self.metrics.exists():
             lines = self.metrics.read_text(encoding="utf-8").splitlines()
             kept = [line for line in lines if _step_of(line) <= step]
+            if between:
+                kept = [line for line in kept if _step_of(line) < step or '"loss"' not in line]
             write_text(self.metrics, "".join(f"{line}\n" for line in kept))
 
     def _tokenizers(self) -> list[str]:

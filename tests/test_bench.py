@@ -328,6 +328,20 @@ def test_bench_measures_some_models(
     assert set(record["config"]["models"]) == {"melodi", "no-memory"}
 
 
+@pytest.mark.usefixtures("_tiny")
+def test_what_is_not_installed_is_said_once(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By whichever part misses it first."""
+    monkeypatch.setattr(alternatives, "find_spec", lambda _: None)
+    for parts in ("documents", "speed documents"):
+        command = f"bench --threads 1 --parts {parts} --json --models 'full attention'"
+        record = json.loads(printed(capsys, command))
+        assert record["notes"] == [
+            "full attention: left out, transformers is not installed: pip install '.[bench]'"
+        ]
+
+
 @pytest.mark.parametrize(("length", "chunk"), [(64, 16), (40, 16), (8, 16), (16, 16)])
 def test_a_document_is_read_to_its_end(length: int, chunk: int) -> None:
     """And no further, whatever is read at once."""

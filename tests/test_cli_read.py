@@ -85,8 +85,11 @@ def test_several_documents_are_read_together(
     """Each has the figures that it has alone, in the order given, whatever the rows."""
     run = book.parent / "run"
     texts = [TEXT, "It", "", TEXT[:40]]
-    lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
+    lines = "".join(json.dumps({"text": text}) + "\n\n" for text in texts)
     (tmp_path / "many.jsonl").write_text(lines)
+    (tmp_path / "one.jsonl").write_text(json.dumps({"text": TEXT}) + "\n \n")
+    one = json.loads(printed(capsys, f"read {tmp_path}/one.jsonl --run {run} --json {QUICK}"))
+    assert len(one["files"]) == 1
     alone = json.loads(printed(capsys, f"read {book} --run {run} --json {QUICK}"))
     for rows in (1, 2, 8):
         files = f"{tmp_path}/many.jsonl {book}"
@@ -157,19 +160,21 @@ def test_mistakes_in_reading(
     for command, message in {
         "read": "FILE",
         f"read /none --run {run}": "/none is no file",
+        f"read {book} {book} /none --run {run} --rows 1": "/none is no file",
         f"read {binary} --run {run}": "is binary: give a text",
         f"read {empty} --run {run}": "is empty: give something to read",
         f"read {book} --run {run} --rows 0": "--rows 0 must be at least 1",
         f"read {book} --run {run} --save /none/x": "--save /none/x cannot be written",
         f"read {book} --run {run} --save {tmp_path}": "is a folder: give a file",
-        f"read {book} {book} --run {run} --save {tmp_path}/x": "--save is for one document, not 2",
-        f"read {book} {book} --run {run} --memory x": "--memory is for one document, not 2",
+        f"read {book} {book} --run {run} --save {tmp_path}/x": "--save is for one document",
+        f"read {book} {book} --run {run} --memory x": "--memory is for one document",
         f"read {book} --run {run} --memory {book}": "not a whole safetensors file",
         f"read {book} --run {run} --memory {several}": "holds 2 documents: give a file of one",
         f"generate --run {run} --memory {several}": "the reader has 2 rows",
         f"generate --run {run} --memory {run}/model.safetensors": "is not a memory file",
         f"generate --run {run} --top-p 2": "top_p=2.0 must be above 0 and at most 1",
         f"generate --run {run} --stop ''": "--stop is empty: give some text",
+        f"generate --run {run} --prompt ''": "--prompt '' holds no token",
         f"generate --run {run} --prompt '\udcff'": "--prompt holds bytes that are no UTF-8",
         f"inspect {book}": "not a whole safetensors file",
         "inspect /none": "/none does not exist",

@@ -93,6 +93,7 @@ def test_student() -> None:
     for freedom, quantile in ((1, 12.7062), (2, 4.3027), (5, 2.5706), (30, 2.0423)):
         assert intervals.student(freedom) == pytest.approx(quantile, abs=2e-4)
     assert intervals.widening(100_000) == pytest.approx(1, abs=1e-4)
+    assert intervals.widening(3) == pytest.approx(math.sqrt(3 / 2) * 4.30265 / 1.95996, abs=1e-3)
 
 
 def test_many_documents_are_drawn_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,8 +5,11 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -19,6 +22,8 @@ __all__ = ["_same_threads", "folder"]
 
 TASKS = Path(__file__).parents[1] / "examples" / "tasks"
 PAGE = Path(__file__).parents[1] / "docs" / "harness.md"
+INSTALLED = find_spec("lm_eval") is not None
+needs_harness = pytest.mark.skipif(not INSTALLED, reason="lm-evaluation-harness is not installed")
 BOOK = "It was the best of times, it was the worst of times. Call me Ishmael." * 4
 
 
@@ -35,10 +40,32 @@ def test_without_the_harness_one_line(folder: Path) -> None:
     assert "pip install '.[eval]'" in done.stderr
 
 
+class Request(NamedTuple):
+    """What the coat uses of the harness's Instance."""
+
+    kind: str
+    args: tuple[object, ...]
+
+
 @pytest.fixture(scope="module")
-def model(folder: Path) -> LanguageModel:
+def _harness() -> Iterator[None]:
+    """The harness; where it is not installed, the two names of it that the coat builds on."""
+    if INSTALLED:
+        yield
+        return
+    names = {"lm_eval.api.model": "TemplateLM", "lm_eval.api.instance": "Instance"}
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("lm_eval", "lm_eval.api", *names):
+            patch.setitem(sys.modules, name, ModuleType(name))
+        for name, attribute in names.items():
+            setattr(sys.modules[name], attribute, type(attribute, (), {}))
+        yield
+        sys.modules.pop("melodi.lm_eval", None)
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path, _harness: None) -> LanguageModel:
     """One that says letters and signs, so that what it says can be asked for as text."""
-    pytest.importorskip("lm_eval")
     model = load(folder / "run")
     with torch.no_grad():
         model.embedding.weight[:32] = model.embedding.weight[127:] = 0
@@ -46,9 +73,7 @@ def model(folder: Path) -> LanguageModel:
 
 
 def asked(kind: str, *args: object) -> Any:
-    from lm_eval.api.instance import Instance
-
-    return Instance(kind, {}, args, 0)
+    return Request(kind, args)
 
 
 def lm(model: LanguageModel) -> Any:
@@ -92,6 +117,23 @@ def test_continuations_share_their_context(model: LanguageModel) -> None:
         assert greedy == (continuation == likeliest)
 
 
+@pytest.mark.usefixtures("_harness")
+def test_a_token_across_the_border_is_scored() -> None:
+    """A continuation that the vocabulary merges with the end of its context costs what the merged
+    token costs; it is not the best answer because nothing of it is left."""
+    model = load("laptop-melodi")
+    for context, continuation in (("He is the hus", "band"), ("He is the hus", "tler"), ("a", "b")):
+        given, scored = lm(model)._encode_pair(context, continuation)
+        assert given + scored == model.tokenizer.encode(context + continuation)
+        assert scored
+        request = asked("loglikelihood", context, continuation)
+        ((value, _),) = lm(model).loglikelihood([request], True)
+        reader = StreamReader(model)
+        reader.read(given or model.tokenizer.encode("\n"))
+        assert value == pytest.approx(-float(reader.read(scored).sum()), rel=1e-4)
+        assert value < 0
+
+
 def test_generation_goes_on_from_the_memory(model: LanguageModel) -> None:
     """Greedy and up to a stop string, as a reader says it after the whole context; contexts that
     go on from one another are read once, and disturb each other in nothing."""
@@ -110,6 +152,9 @@ def test_generation_goes_on_from_the_memory(model: LanguageModel) -> None:
         assert text == "".join(pieces)
     assert said.startswith(found[0])
     assert len(found[0]) < len(found[2])
+    for limit in ("max_new_tokens", "max_tokens", "max_completion_tokens"):
+        how = {"until": ["", said[4:6]], "num_beams": 1, "temperature": None, limit: 30}
+        assert lm(model).generate_until([asked("generate_until", BOOK, how)], True) == found[:1]
     with pytest.raises(ValueError, match="num_beams=2 is unknown"):
         lm(model).generate_until([asked("generate_until", "a", {"num_beams": 2})])
 
@@ -125,12 +170,12 @@ def test_sampling_follows_the_harness_seed(model: LanguageModel) -> None:
     assert texts[0] == texts[1] != texts[2]
 
 
+@needs_harness
 def test_tasks_from_a_folder(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`melodi eval --tasks` runs tasks of one's own without a network, as JSON and as a table."""
     model = load(folder / "run")
-    pytest.importorskip("lm_eval")
     monkeypatch.setenv("COLUMNS", "80")
     names = "tale_perplexity tale_choice tale_answer"
     command = f"eval {folder}/run --tasks {names} --include {TASKS} --threads 1 --device cpu"
@@ -151,16 +196,16 @@ def test_tasks_from_a_folder(
     assert bits == pytest.approx(nats / size / 0.6931471805599453, rel=1e-5)
 
 
+@needs_harness
 def test_tasks_that_are_not_there(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A folder that is none is named at once, without a look at the harness's own tasks."""
-    pytest.importorskip("lm_eval")
     command = f"eval {folder}/run --tasks x --include /none --device cpu"
     assert "--include /none is no folder" in refused(capsys, command)
 
 
+@needs_harness
 def test_the_page_runs(folder: Path, tmp_path: Path) -> None:
     """The code of docs/harness.md runs beside a run and the tasks of the examples."""
-    pytest.importorskip("lm_eval")
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs" / "books").symlink_to(folder / "run")
     (tmp_path / "examples").symlink_to(TASKS.parent)

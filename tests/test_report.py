@@ -19,7 +19,7 @@ from melodi.paper.recipe import Claim
 from melodi.paper.recipes import RECIPES
 from melodi.paper.report import main_table, write_report
 from melodi.paper.results import gather
-from melodi.paper.verdicts import Noise, judge_all, noise_of, scatter_of, squares_of
+from melodi.paper.verdicts import Noise, judge, judge_all, noise_of, scatter_of, squares_of
 
 CHECKSUM = "0" * 32
 DOCUMENTS = 30
@@ -55,7 +55,7 @@ def make_recipe(out: Path, name: str, effect: Effect, seeds: int = 1, documents:
         record = {
             "perplexity": math.exp(nats.sum() / count.sum()),
             "bits_per_byte": 1.0,
-            "perplexity_without_memory": 99.0,
+            "perplexity_without_memory": 100.0 * one.seed,
             "max_tokens": None,
             "step": one.train.steps,
             "per_document": [
@@ -262,6 +262,44 @@ def test_the_first_row_stands_in_for_the_reference(tmp_path: Path) -> None:
     assert "less those of Transformer-XL, paired" in page
     assert "Of 12 claims about perplexity" in page
     assert "claims about memory, which is counted and needs no run, " in page
+
+
+def test_chance_is_that_of_the_seeds_and_rows_of_a_claim(tmp_path: Path) -> None:
+    """Two seeds decide what is too small for one; a comparison of gains, in which a row stands
+    twice, needs more than one of two rows."""
+    folder = make_recipe(tmp_path, "branching", with_branching(0.1), seeds=2)
+    results = gather(folder)
+    order = results.recipe.claims[0]
+    for factor, mark in ((0.8, "✓"), (1.2, "undecided")):
+        noise = Noise(factor * 0.1 / Noise(1.0, 3).bound(2), 3)
+        assert noise.bound(1) > 0.11
+        assert judge(order, results, noise).mark == mark
+    a, b, c = ("ST, branching", "ST, no branching", "ST+LT, no branching")
+    gains = Claim((a, c), (b, b), "")
+    noise = Noise(0.8 * 0.1 / Noise(1.0, 3).bound(2, 6), 3)
+    assert judge(gains, results, noise).mark == "✓"
+    assert judge(gains, results, Noise(1.5 * noise.deviation, 3)).mark == "undecided"
+    assert 1.5 * noise.bound(2, 2) < 0.1
+
+
+def test_memory_dropped_is_a_mean_of_nats(tmp_path: Path) -> None:
+    """As perplexity with memory is."""
+    results = gather(make_recipe(tmp_path, "branching", with_branching(0.1), seeds=2))
+    assert results["ST, branching"].perplexity_without_memory == pytest.approx(math.sqrt(20_000))
+
+
+def test_a_report_of_the_folder_that_one_is_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Runs of other recipes are found beside it, however the folder is named."""
+    make_recipe(tmp_path, "baselines", lambda label, _: 0.0)
+    folder = make_recipe(tmp_path, "systems", lambda label, _: None)
+    write_report(folder)
+    page = (folder / "report.md").read_text()
+    assert "Transformer-XL | 1 |" in page
+    monkeypatch.chdir(folder)
+    write_report(Path())
+    assert (folder / "report.md").read_text() == page
 
 
 def test_gains_are_compared(tmp_path: Path) -> None:

@@ -400,18 +400,21 @@ def test_a_run_of_another_process_is_left_to_it(
 
 
 @pytest.mark.usefixtures("_no_pictures")
+@pytest.mark.parametrize("failure", [ValueError, torch.OutOfMemoryError])
 def test_a_run_that_fails_does_not_stop_the_others(
+    failure: type[Exception],
     store: TokenStore,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A training that diverges is told at the end, and the other rows are there."""
+    """A training that diverges, or has no room, is told at the end, and the other rows are
+    there."""
     check_skips = Trainer._check_skips
 
     def diverges(self: Trainer, figures: dict[str, float]) -> None:
         if "no-branching" in str(self.run.folder):
-            raise ValueError("5 steps in a row had a loss that is not finite")
+            raise failure("5 steps in a row had a loss that is not finite")
         check_skips(self, figures)
 
     monkeypatch.setattr(Trainer, "_check_skips", diverges)

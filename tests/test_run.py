@@ -272,11 +272,23 @@ def test_metrics_after_a_stop_cover_as_many_steps(store: TokenStore, tmp_path: P
         train(parts, store, model_config(), config, every, ALONE, resume=steps > 3)
 
     def logged(run: Path) -> list[list[float]]:
-        records = [r for r in Run(run).read_metrics() if "loss" in r and r["step"] % 4 == 0]
+        records = [r for r in Run(run).read_metrics() if "loss" in r]
         return [[r[key] for key in ("step", "loss", "tokens", "epoch")] for r in records]
 
     assert logged(whole) == logged(parts)
     assert [step for step, *_ in logged(whole)] == [4, 8]
+    # Where it was to stop on the way is forgotten: it can be repeated, and resumed, as a whole.
+    assert Run(parts).configs()[1].steps == 8
+
+
+def test_a_run_that_goes_on_to_less_keeps_its_end(store: TokenStore, tmp_path: Path) -> None:
+    """--steps may stop a run on the way; without it the run goes on to where it was to end."""
+    run = tmp_path / "run"
+    train(run, store, model_config(), replace(CONFIG, steps=3, horizon=8), Execution(), ALONE)
+    before = Run(run).read_metrics()
+    resume(run, store, steps=2, horizon=8)  # is done already
+    assert Run(run).configs()[1].steps == 3
+    assert Run(run).read_metrics() == before
 
 
 def refuse(constant: str) -> None:
@@ -352,9 +364,13 @@ def test_an_evaluation_says_what_it_is_about(
     other = prepare([tmp_path / "other.txt"], tmp_path / "other", tokenizer="bytes", workers=1)
     others = evaluate_run(model, run, other, "train")
     half = evaluate_run(model, run, store, "train", precision="bf16")
-    names = ("partial-eval-train-20-tokens", "partial-eval-train-other", "eval-train-bf16")
-    for record, name in zip((part, others, half), names, strict=True):
-        assert write_record(run, record) == finished / f"{name}.json"
+    assert write_record(run, part) == finished / "partial-eval-train-20-tokens.json"
+    assert write_record(run, half) == finished / "eval-train-bf16.json"
+    # Many stores are called alike: the name says which of them.
+    elsewhere = {**others, "store": str(tmp_path / "elsewhere" / "other")}
+    places = {write_record(run, record).name for record in (others, elsewhere)}
+    assert len(places) == 2
+    assert all(name.startswith("partial-eval-train-other-") for name in places)
     assert json.loads((finished / "eval-train.json").read_text()) == whole
     for bad in ({"rows": -2}, {"max_tokens": 0}):
         with pytest.raises(ValueError, match=f"{next(iter(bad))}=.* must be at least 1"):

@@ -145,19 +145,26 @@ ALTERNATIVES: dict[str, tuple[str, Callable[[Size, int], Subject]]] = {
 """Name -> the module that it needs, and what makes it, given the context of full attention."""
 
 
+def absent(name: str) -> str | None:
+    """A line where the alternative is not installed."""
+    module = ALTERNATIVES[name][0]
+    if find_spec(module) is not None:
+        return None
+    package = module.replace("_", "-")
+    return f"{name}: left out, {package} is not installed: pip install '.[bench]'"
+
+
 def make_alternative(
     name: str, size: Size, context: int, note: Callable[[str], None]
 ) -> Subject | None:
     """The alternative; None, and one line, where it cannot be had."""
-    module, make = ALTERNATIVES[name]
-    if find_spec(module) is None:
-        package = module.replace("_", "-")
-        note(f"{name}: left out, {package} is not installed: pip install '.[bench]'")
+    if line := absent(name):
+        note(line)
         return None
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return make(size, context)
+            return ALTERNATIVES[name][1](size, context)
     except Exception as error:
         note(f"{name}: left out, {one_line(error)}")
         return None

@@ -4,20 +4,18 @@ The parts in order: growth (while the process holds nothing else), speed of all 
 whole documents, peak memory. The record has every sample; tables and plots are made of it.
 """
 
-import contextlib
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 
 from melodi.bench import full_attention, machine
-from melodi.bench.alternatives import ALTERNATIVES, make_alternative
+from melodi.bench.alternatives import ALTERNATIVES, absent, make_alternative
 from melodi.bench.measure import (
     Measured,
     Summary,
@@ -48,6 +46,8 @@ def run_bench(size: Size, plan: Plan, wanted: Sequence[str]) -> dict[str, Any]:
     notes: list[str] = []
 
     def note(line: str) -> None:
+        if line in notes:  # said by an earlier part
+            return
         notes.append(line)
         progress_done()
         print(f"melodi: {line}", file=sys.stderr)
@@ -176,8 +176,10 @@ def documents(size: Size, plan: Plan, others: Sequence[str], note: Note) -> list
     readers: dict[str, Callable[[int], object]] = {
         REFERENCE: lambda length: read_document(model, length, at_once)
     }
-    with contextlib.suppress(ImportError):  # its absence was noted before
-        if full_attention.NAME in others:
+    if full_attention.NAME in others:
+        if line := absent(full_attention.NAME):
+            note(line)
+        else:
             more = full_attention.document_readers(size.reference, size.segment)
             readers |= {f"{full_attention.NAME}, {way}": reader for way, reader in more.items()}
     rows: list[dict[str, Any]] = []
@@ -229,7 +231,8 @@ def peaks(
         left = plan.peak_seconds - (time.perf_counter() - begin)
         if left < 1 or name in failed:
             continue
-        if name in ALTERNATIVES and not installed(name):
+        if name in ALTERNATIVES and (line := absent(name)):
+            note(line)
             continue
         progress(f"peak memory: {name}, {work} {length:,} tokens")
         try:
@@ -243,10 +246,6 @@ def peaks(
             continue
         rows.append({"name": name, "work": work, "length": length, "megabytes": megabytes})
     return rows
-
-
-def installed(name: str) -> bool:
-    return find_spec(ALTERNATIVES[name][0]) is not None
 
 
 def figures(found: Summary) -> dict[str, float]:

@@ -155,8 +155,6 @@ def device_named(name: str | None) -> str:
     found = ["cpu"]
     if torch.cuda.is_available():
         found += ["cuda", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
-    if torch.backends.mps.is_available():
-        found.append("mps")
     if name is not None and name not in found:
         raise ValueError(f"--device {name} is not here: choose one of {', '.join(found)}")
     return name or ("cuda" if "cuda" in found else "cpu")

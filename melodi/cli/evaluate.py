@@ -18,7 +18,7 @@ from melodi.cli.console import (
 )
 
 if TYPE_CHECKING:
-    from melodi.run import Run
+    from melodi.config import ModelConfig
 
 RunFolder = Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
 
@@ -83,6 +83,7 @@ def eval_(args: list[str]) -> None:
     model = load(options.run).to(device)
     store = run.open_store(options.data)
     store.verify(options.split)
+    metrics = run.read_metrics() if run.metrics.exists() else []
     record = evaluate_run(
         model,
         run,
@@ -93,7 +94,7 @@ def eval_(args: list[str]) -> None:
         options.drops,
         options.precision,
     )
-    record["costs"] = costs(run, record["step"])
+    record["costs"] = costs(model.config, metrics, record["step"])
     if options.json:
         print(json_text(record, indent=2))
     else:
@@ -113,19 +114,18 @@ def check_tasks(options: EvalArgs) -> None:
         check_not_given(options, ("data", "split", "max_tokens", "drops"), why)
 
 
-def costs(run: "Run", step: int | None) -> dict[str, Any]:
-    """What the model holds and what its training took up to this step: tokens as its metrics count
-    them, and twice as many FLOPs as multiply-adds, with full memory."""
+def costs(config: "ModelConfig", metrics: list[dict[str, Any]], step: int | None) -> dict[str, Any]:
+    """What the model holds and what its training took up to this step, unknown without metrics:
+    tokens as these count them, and twice as many FLOPs as multiply-adds, with full memory."""
     from melodi.bench.operations import TRAINING, per_token
     from melodi.paper.costs import cost
 
-    config = run.configs()[0]
-    lines = [line for line in run.read_metrics() if step is None or line["step"] <= step]
-    tokens = sum(line.get("tokens", 0) for line in lines)
+    lines = [line for line in metrics if step is None or line["step"] <= step]
+    tokens = sum(line.get("tokens", 0) for line in lines) if metrics else None
     return {
         **cost(config),
         "training_tokens": tokens,
-        "training_flops": 2 * TRAINING * per_token(config) * tokens,
+        "training_flops": tokens and 2 * TRAINING * per_token(config) * tokens,
         "reading_flops_per_token": 2 * per_token(config),
     }
 

@@ -52,11 +52,12 @@ def generate(args: list[str]) -> None:
     check_at_least(0, max_tokens=options.max_tokens, seed=options.seed)
     use_threads(options.threads)
     device = device_named(options.device)
+    from melodi.data.tokenizer import opening
     from melodi.run import default_run, load
     from melodi.stream import StreamReader
     from melodi.stream.sampling import Choices, Sampling
 
-    prompt = "\n" if options.prompt is None and options.memory is None else options.prompt
+    prompt = options.prompt
     check_text(prompt=prompt or "", stop="".join(options.stop))
     if not all(options.stop):
         raise ValueError("--stop is empty: give some text")
@@ -72,7 +73,7 @@ def generate(args: list[str]) -> None:
     model = load(options.run or default_run()).to(device)
     choices["stop"] = model.tokenizer.end_of_document
     if prompt is not None and not model.tokenizer.encode(prompt):
-        raise ValueError("--prompt is empty: give some text to go on from")
+        raise ValueError(f"--prompt {prompt!r} holds no token: give some text to go on from")
     int8 = options.weights == "int8"
     if options.memory is None:
         reader = StreamReader(model, precision=options.precision, int8=int8)
@@ -80,6 +81,9 @@ def generate(args: list[str]) -> None:
         reader = StreamReader.load(model, options.memory, options.precision, int8)
     if prompt is not None:
         reader.read(prompt)
+    elif options.memory is None:
+        reader.read(opening(model.tokenizer))
+        prompt = "\n"
     print(prompt or "", end="", flush=True)
     try:
         for text in reader.generate_text(options.max_tokens, options.temperature, **choices):

@@ -2,7 +2,9 @@
 
 import os
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -74,18 +76,21 @@ def read(args: list[str]) -> None:
     from melodi.evaluation.texts import documents_in
     from melodi.run import default_run, load
 
-    documents = list(documents_in(options.files, options.text_column))
-    if not documents:
+    documents = documents_in(options.files, options.text_column)
+    first = list(islice(documents, 2))
+    if not first:
         raise ValueError(f"{', '.join(options.files)} is empty: give something to read")
-    alone = len(documents) == 1
+    alone = len(first) == 1
     for flag, path in (("--memory", options.memory), ("--save", options.save)):
         if path is not None and not alone:
             raise ValueError(
-                f"{flag} is for one document, not {len(documents)}: read them one after the other"
+                f"{flag} is for one document, and here are several: read them one after the other"
             )
     model = load(options.run or default_run()).to(device)
     results = (
-        [follow(model, documents[0], options)] if alone else together(model, documents, options)
+        [follow(model, first[0], options)]
+        if alone
+        else together(model, chain(first, documents), options)
     )
     for result in results:
         if result.remark:
@@ -122,7 +127,7 @@ def follow(model: "LanguageModel", document: "Document", options: ReadArgs) -> "
             )
     before = reader.tokens_read[0]
     try:
-        with bar([document]) as progress:
+        with bar(options) as progress:
             result = read_one(reader, document, progress.update)
     except KeyboardInterrupt as stop:
         count = reader.tokens_read[0] - before
@@ -139,22 +144,24 @@ def follow(model: "LanguageModel", document: "Document", options: ReadArgs) -> "
 
 
 def together(
-    model: "LanguageModel", documents: "list[Document]", options: ReadArgs
+    model: "LanguageModel", documents: "Iterable[Document]", options: ReadArgs
 ) -> "list[TextRead]":
     from melodi.evaluation.texts import read_together
 
-    with bar(documents) as progress:
+    with bar(options) as progress:
         return list(
             read_together(model, documents, options.rows, progress.update, options.precision)
         )
 
 
-def bar(documents: "list[Document]") -> Any:
+def bar(options: ReadArgs) -> Any:
+    """Of bytes of text, whose number is known of text files alone."""
     from melodi.data.progress import progress_bar
+    from melodi.data.text import RECORDS
 
-    paths = [Path(document.name) for document in documents]
-    known = all(path.is_file() for path in paths)
-    return progress_bar("reading", sum(p.stat().st_size for p in paths) if known else None)
+    known = not any(name == "-" or name.endswith(RECORDS) for name in options.files)
+    sizes = [Path(name).stat().st_size for name in options.files] if known else []
+    return progress_bar("reading", sum(sizes) if known else None)
 
 
 def run_name(options: ReadArgs) -> str:

@@ -115,6 +115,7 @@ def trained(options: RecallArgs, folder: Path) -> tuple[list[dict[str, Any]], li
     failed, and why: that does not stop the others."""
     from melodi.config import preset
     from melodi.evaluation.tasks import Sizes, task
+    from melodi.run import environment
     from melodi.training.tiny import OPTIMIZER, tiny_config
 
     chosen = task(options.task, Sizes(options.window, options.windows, facts=options.facts))
@@ -129,6 +130,8 @@ def trained(options: RecallArgs, folder: Path) -> tuple[list[dict[str, Any]], li
             "steps": options.steps,
             "rows": options.rows,
             "seed": options.seed,
+            "enough": ENOUGH,
+            "asked": ASKED,
         }
         path = folder / f"{name}.json"
         planned.append((name, config, settings, path, finished(path, settings)))
@@ -140,7 +143,7 @@ def trained(options: RecallArgs, folder: Path) -> tuple[list[dict[str, Any]], li
             except ValueError as error:
                 failed.append(f"{name}: {error}")
                 continue
-            record = {"name": name, "settings": settings, **result}
+            record = {"name": name, "settings": settings, "made_with": environment(), **result}
             write_json(path, record)
         found.append(record)
     return found, failed
@@ -206,7 +209,7 @@ def means(losses: Sequence[float], parts: int) -> list[float]:
 def asked_runs(options: RecallArgs, folder: Path) -> tuple[list[dict[str, Any]], list[str]]:
     """One record for each run, in FOLDER/RUN.json; none fails alone."""
     from melodi.evaluation.recall import CANDIDATES, forgetting, passkey_in_text
-    from melodi.run import Run, load, run_folder
+    from melodi.run import Run, environment, load, run_folder
 
     found = []
     for path in options.run:
@@ -215,6 +218,7 @@ def asked_runs(options: RecallArgs, folder: Path) -> tuple[list[dict[str, Any]],
         store.verify(options.split)
         documents = store.split(options.split)
         record: dict[str, Any] = {"name": str(path), "split": options.split}
+        record["made_with"] = environment()
         if options.task == "forgetting":
             record["curve"] = forgetting(model, documents, rows=options.rows)
         else:

@@ -10,6 +10,7 @@ with its splits, and the held-out parts are read first: of two equal documents t
 kept.
 """
 
+import contextlib
 import hashlib
 import json
 import platform
@@ -177,9 +178,11 @@ def official_splits(names: Iterable[str]) -> dict[str, str]:
 
 def hub_source(name: str, dataset: HubDataset, text_column: str) -> Source:
     def documents() -> Iterator[Document]:
-        parts = extra("datasets", name).load_dataset(
-            dataset.path, dataset.config, data_files=dataset.data_files, streaming=True
-        )
+        datasets = extra("datasets", name)
+        with broken_stream_named(name):
+            parts = datasets.load_dataset(
+                dataset.path, dataset.config, data_files=dataset.data_files, streaming=True
+            )
         yield from hub_documents(parts, name, text_column, dataset.min_tokens)
 
     return Source(name, documents, is_remote=True)
@@ -191,8 +194,25 @@ def hub_documents(
     """The documents of what `load_dataset` returns: its parts by name, each a stream of records."""
     splits = official_splits(parts)
     for part in splits or sorted(parts):
-        for n, record in enumerate(parts[part]):
+        for n, record in enumerate(streamed(parts[part], name)):
             where = f"{name}/{part}:{n}"
             value = value_of(record, text_column, where)
             read = partial(value_blocks, value, where)
             yield Document(where, read, splits.get(part), min_tokens)
+
+
+def streamed(records: Iterable[Mapping[str, Any]], name: str) -> Iterator[Mapping[str, Any]]:
+    with broken_stream_named(name):
+        yield from records
+
+
+@contextlib.contextmanager
+def broken_stream_named(name: str) -> Iterator[None]:
+    """Whatever a remote source raises is no fault of its text: what was prepared is kept."""
+    try:
+        yield
+    except Exception as error:
+        raise OSError(
+            f"source {name!r} cannot be read ({' '.join(str(error).split())}): mend that and run "
+            "the same command again, it continues"
+        ) from error

@@ -78,6 +78,8 @@ def file_documents(
             yield Document(f"{name}:{n}", partial(value_blocks, value, where), split)
     elif path.name.endswith(RECORDS):
         for n, line in enumerate(raw_lines(path)):
+            if not line.strip():  # no record
+                continue
             where = f"{path} line {n + 1}"
             yield Document(f"{name}:{n}", partial(json_blocks, line, text_column, where), split)
     else:
@@ -116,7 +118,7 @@ def raw_lines(path: Path) -> Iterator[bytes]:
         elif path.suffix == ".zst":
             reader = (
                 extra("zstandard", path.name)
-                .ZstdDecompressor()
+                .ZstdDecompressor(max_window_size=1 << 31)  # as far as `zstd --long` goes
                 .stream_reader(file, read_across_frames=True)
             )
             file = stack.enter_context(io.BufferedReader(reader, 1 << 20))
@@ -124,8 +126,6 @@ def raw_lines(path: Path) -> Iterator[bytes]:
 
 
 def json_blocks(line: bytes, text_column: str, where: str, flaws: set[str]) -> Iterator[str]:
-    if not line.strip():
-        return
     try:
         text = line.decode()
     except UnicodeDecodeError:

@@ -106,6 +106,17 @@ def check_vocab_size(vocab_size: int) -> None:
         raise ValueError(f"vocab_size={vocab_size} is too large: give at most {LARGEST_BPE}")
 
 
+def opening(tokenizer: Tokenizer) -> list[int]:
+    """What comes before a text that nothing comes before: a line break, which every model knows,
+    while the end of a document is never followed by anything in training. SentencePiece models
+    without one open with their own beginning of a text, or with what they do not know."""
+    ids = tokenizer.encode("\n")
+    if not ids and isinstance(tokenizer, SentencePieceTokenizer):
+        engine = tokenizer.engine
+        ids = [engine.bos_id() if engine.bos_id() >= 0 else max(engine.unk_id(), 0)]
+    return ids or [0]
+
+
 class ByteTokenizer:
     FILE = "tokenizer_bytes.json"
     vocab_size = 257

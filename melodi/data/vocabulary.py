@@ -38,7 +38,8 @@ def sample(corpus: list[Source], shares: Shares) -> list[str]:
                 usable.add(number, document)
                 number += 1
                 bar.update(document.num_bytes)
-                num_bytes += document.num_bytes
+                if blocks is named:  # what is held out is no part of the sample
+                    num_bytes += document.num_bytes
                 if source.is_remote and num_bytes > REMOTE_SAMPLE_BYTES:
                     break
     training = usable.for_training(shares)

@@ -113,7 +113,7 @@ def evaluate(
                 torch.from_numpy(array).to(device) for array in (segment.tokens, segment.targets)
             )
             nats_RT, state, _ = nats(tokens_RT, targets_RT, state)
-            nats_read = nats_RT.double().cpu().numpy()
+            nats_read = nats_RT.cpu().double().numpy()
             count(result, nats_read, segment, documents)
             for tally in tallies:
                 tally(segment, nats_read)

@@ -77,7 +77,7 @@ class Meetings:
     def add(self, distance: int, first: Tensor, again: Tensor, strange: Tensor) -> None:
         sums = (first.sum(1), again.sum(1), strange.sum(1), torch.full((self.rows,), first.size(1)))
         for of, new in zip((self.first, self.again, self.strange, self.tokens), sums, strict=True):
-            of[distance] = of.get(distance, 0) + new.double().cpu().numpy()
+            of[distance] = of.get(distance, 0) + new.cpu().double().numpy()
 
     def curve(self) -> list[dict[str, Any]]:
         """Nats per token by distance; "remembered" is what the second meeting saves against a

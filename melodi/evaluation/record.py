@@ -7,6 +7,7 @@ run's own store is RUN/eval-SPLIT.json, which reports read. What is of fewer doc
 store or in another precision than the run's says so in its name, and replaces nothing else.
 """
 
+import hashlib
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -193,11 +194,16 @@ def per_document(
 
 def write_record(run: Run, record: dict[str, Any]) -> Path:
     """Writes the record to the place that it deserves, and says where that is."""
-    store = None if record["own_store"] else Path(record["store"]).name
+    store = None if record["own_store"] else named_store(Path(record["store"]))
     precision = None if record["precision"] == run.configs()[1].precision else record["precision"]
     path = run.folder / record_name(record["split"], record["max_tokens"], store, precision)
     write_json(path, record)
     return path
+
+
+def named_store(path: Path) -> str:
+    """The folder's name, and a few digits of its place: many stores are called alike."""
+    return f"{path.name}-{hashlib.sha256(str(path).encode()).hexdigest()[:6]}"
 
 
 def record_name(

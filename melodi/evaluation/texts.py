@@ -6,7 +6,7 @@ are read at the same time, each in a row of its own.
 """
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
@@ -75,11 +75,12 @@ def documents_in(names: Sequence[str], text_column: str = "text") -> Iterator[Do
     if list(names).count("-") > 1:
         raise ValueError("- is given twice: standard input can be read once")
     for name in names:
+        if name != "-" and not Path(name).is_file():
+            raise FileNotFoundError(f"{name} is no file: give text files, .jsonl, or -")
+    for name in names:
         path = Path(name)
         if name == "-":
             yield Document(name, partial(decoded_blocks, sys.stdin.buffer))
-        elif not path.is_file():
-            raise FileNotFoundError(f"{name} is no file: give text files, .jsonl, or -")
         elif name.endswith(RECORDS):
             yield from file_documents(path, name, text_column, None)
         else:
@@ -93,9 +94,7 @@ def read_one(
     result = TextRead(document)
     ids = ids_of(document, reader.model.tokenizer, goes_on=reader.tokens_read[0] > 0)
     seen = 0
-    # What comes through a pipe may come slowly: no more of it is waited for than is read at once.
-    ahead = 1 if document.name == "-" else CHUNK_WINDOWS
-    for window in reader.read_windows(ids, ahead):
+    for window in reader.read_windows(ids, CHUNK_WINDOWS):
         new = result.add(window.nats_T)
         result.windows.append(
             {
@@ -114,14 +113,14 @@ def read_one(
 
 def read_together(
     model: LanguageModel,
-    documents: Sequence[Document],
+    documents: Iterable[Document],
     rows: int,
     progress: Callable[[int], object] | None = None,
     precision: Precision = "fp32",
 ) -> Iterator[TextRead]:
     """Reads documents from their beginnings, so many at a time; each ends in the order given."""
-    for start in range(0, len(documents), rows):
-        group = [TextRead(document) for document in documents[start : start + rows]]
+    documents = iter(documents)
+    while group := [TextRead(document) for document in islice(documents, rows)]:
         sources = [ids_of(one.document, model.tokenizer, goes_on=False) for one in group]
         reader = StreamReader(model, rows=len(group), precision=precision)
         size = CHUNK_WINDOWS * model.config.window

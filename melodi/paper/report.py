@@ -24,11 +24,12 @@ NOTHING = "–"
 
 def write_report(folder: Path) -> list[Path]:
     """The report of what is in a recipe folder, finished or not."""
-    results = gather(folder)
-    blocks = report_blocks(results, folder)
+    place = folder.resolve()  # runs of other recipes are looked for beside it
+    results = gather(place)
+    blocks = report_blocks(results, place)
     pages = {"report.html": to_html, "report.md": to_markdown}
     for name, render in pages.items():
-        write_text(folder / name, render(results.recipe.title, blocks))
+        write_text(place / name, render(results.recipe.title, blocks))
     return [folder / name for name in pages]
 
 
@@ -194,7 +195,8 @@ def claims_notes(noise: Noise | None) -> str:
 
 def runs_table(results: Results, folder: Path) -> Table:
     rows = [run_cells(run, folder) for row in results.rows for run in row.runs]
-    columns = ["row", "seed", "perplexity", "step", "tokens", "time", "commit", "folder"]
+    columns = ["row", "seed", "perplexity", "of step", "trained to", "tokens", "time", "commit"]
+    columns.append("folder")
     return Table(columns, rows)
 
 
@@ -205,6 +207,7 @@ def run_cells(run: Result, folder: Path) -> list[str]:
         planned.row.label,
         str(planned.seed),
         f"{run.record['perplexity']:.4f}" if run.record else NOTHING,
+        str(run.record["step"]) if run.record else NOTHING,
         f"{run.step} of {planned.train.steps}",
         f"{planned.tokens * run.step // planned.train.steps:,}",
         duration(run.seconds),

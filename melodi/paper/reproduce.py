@@ -60,8 +60,10 @@ def reproduce(
             try:
                 with told_how_to_go_on(title):
                     make(one, settings, store, group)
-            except (ValueError, OSError) as error:
-                left.append(f"{title}: {error}")
+            except (ValueError, OSError, RuntimeError, MemoryError) as error:
+                if group.world > 1:  # the others may not have failed, and wait for this process
+                    raise
+                left.append(f"{title}: {error or 'out of memory'}")
                 say(left[-1])
     return left
 

@@ -53,7 +53,7 @@ class Checkpoints:
     def write_behind(self, step: int, fill: Fill, group: Processes) -> None:
         """The same while training goes on; what became of it is said by `wait`, or by the next."""
         self.wait()
-        self._begin(step, group)
+        self._begin(step, group, SHARDS)
         self._behind = self._thread.submit(self._fill_and_seal, step, fill, group)
 
     def wait(self) -> None:
@@ -62,12 +62,15 @@ class Checkpoints:
         if behind is not None:
             behind.result()
 
-    def _begin(self, step: int, group: Processes) -> Path:
+    def _begin(self, step: int, group: Processes, inner: str = "") -> Path:
+        """The folder that is to be filled, and one inside it."""
         partial = self.path(step).with_suffix(".partial")
-        if group.first:
+
+        def make() -> None:
             shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir(parents=True)
-        group.barrier()
+            (partial / inner).mkdir(parents=True)
+
+        group.on_first(make)
         return partial
 
     def _fill_and_seal(self, step: int, fill: Fill, group: Processes) -> None:

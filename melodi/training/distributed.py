@@ -124,9 +124,10 @@ def device_of(name: str | None, local_rank: int = 0) -> torch.device:
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         device = torch.device(f"cuda:{local_rank}" if name == "cuda" else name)
-        torch.zeros(1, device=device).item()
-    # torch says it in several ways: no such word, not compiled with it, no such device, no data.
-    except (RuntimeError, AssertionError, NotImplementedError):
+        torch.zeros(1, dtype=torch.float64, device=device).item()  # sums are kept in it
+    # torch says it in several ways: no such word, not compiled with it, no such device, no data,
+    # no such numbers.
+    except (RuntimeError, AssertionError, NotImplementedError, TypeError):
         found = [f"cuda:{i}" for i in range(torch.cuda.device_count())]
         raise ValueError(
             f"device={name!r} is not on this machine: choose {' or '.join(['cpu', *found])}"

@@ -18,13 +18,12 @@ Place = Callable[[str, torch.Size, torch.dtype], Tensor]
 
 
 def write_shards(folder: Path, tensors: dict[str, Tensor], group: dist.ProcessGroup) -> None:
-    """All processes at the same time; the tensors are on the host. A failure of one is that of
-    all."""
+    """All processes at the same time, into a folder that is there; the tensors are on the host. A
+    failure of one is that of all."""
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
     from torch.distributed.checkpoint.state_dict_saver import save
 
-    folder.mkdir(exist_ok=True)
     try:
         writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
         save(tensors, storage_writer=writer, process_group=group)

@@ -145,15 +145,18 @@ class Trainer:
         )
         # The others hear of it from the first, which may have set damaged ones aside.
         step = int(self.group.total(sum(found))[0])
-        self.group.on_first(lambda: self.run.adopt(self.store))
-        self.group.on_first(lambda: self.run.rewind(step))
+        self.group.on_first(lambda: self.run.adopt(self.store, self.config.steps))
         if not step:
+            self.group.on_first(lambda: self.run.rewind(0))
             self.reporter.say(f"{self.run.folder} has no checkpoint yet: starting anew")
             return
         saved: Any = self.learner.load(self.checkpoints.path(step))
         self.best = float("inf") if saved["best"] is None else saved["best"]
         if "meter" in saved:  # earlier checkpoints are without
             self.meter.load_state_dict(saved["meter"])
+        goes_on = step < self.config.steps
+        between = goes_on and bool(self.meter.sums)
+        self.group.on_first(lambda: self.run.rewind(step, between))
         self.reporter.say(f"resuming {self.run.folder} after step {step}")
         # A run that was killed behind its last checkpoint may be without the weights for use.
         last = self.run.folder / LAST

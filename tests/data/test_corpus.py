@@ -3,6 +3,7 @@
 import gzip
 import itertools
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from texts import read, stories, write_folder
 
-from melodi.data import corpus, text
-from melodi.data.corpus import hub_documents, official_splits, open_source, standard_library
+from melodi.data import corpus, text, vocabulary
+from melodi.data.corpus import (
+    Source,
+    hub_documents,
+    official_splits,
+    open_source,
+    standard_library,
+)
+from melodi.data.splits import Shares
 
 
 def test_all_formats_give_the_same_documents(tmp_path: Path) -> None:
@@ -26,8 +34,11 @@ def test_all_formats_give_the_same_documents(tmp_path: Path) -> None:
     halves = [zstandard.compress(part) for part in (lines[:500], lines[500:])]
     (tmp_path / "a.jsonl.zst").write_bytes(b"".join(halves))
     parquet.write_table(pyarrow.table({"text": texts}), tmp_path / "a.parquet")
+    far = zstandard.ZstdCompressionParameters(window_log=28, enable_ldm=True)
+    long = zstandard.ZstdCompressor(compression_params=far).compress(lines)
+    (tmp_path / "long.jsonl.zst").write_bytes(long)
     folder = write_folder(tmp_path / "in", stories(20))
-    for source in ("in", "a.jsonl", "a.jsonl.gz", "a.jsonl.zst", "a.parquet"):
+    for source in ("in", "long.jsonl.zst", "a.jsonl", "a.jsonl.gz", "a.jsonl.zst", "a.parquet"):
         assert read(tmp_path / source) == texts, source
     assert read(folder / "000.txt") == texts[:1]
 
@@ -45,6 +56,32 @@ def test_hub_records_become_documents(tmp_path: Path) -> None:
     assert [d.split for d in hub_documents({"train": parts["train"]}, "x", "text", 0)] == [None] * 2
     with pytest.raises(ValueError, match=r"x/train:0 has no column 'txt', but text: choose"):
         list(hub_documents(parts | {"test": []}, "x", "txt", 0))
+
+
+def test_a_broken_stream_is_no_fault_of_its_text() -> None:
+    """Whatever the hub raises, a ValueError too, is an OSError: what was prepared is kept."""
+
+    def breaks() -> Iterator[dict[str, str]]:
+        yield {"text": "a"}
+        raise ValueError("Couldn't\nreach it")
+
+    documents = hub_documents({"train": breaks()}, "x", "text", 0)
+    assert "".join(next(documents).pieces()) == "a"
+    with pytest.raises(OSError, match=r"source 'x' cannot be read \(Couldn't reach it\): mend"):
+        next(documents)
+
+
+def test_held_out_documents_are_no_part_of_a_remote_sample(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """However large the parts are that are read first, the vocabulary sees training documents."""
+    monkeypatch.setattr(vocabulary, "REMOTE_SAMPLE_BYTES", 100)
+    held_out = [{"text": f"{n} held out " * 20} for n in range(9)]
+    parts = {"validation": held_out, "train": [{"text": f"{n} training " * 20} for n in range(9)]}
+    source = Source("x", lambda: hub_documents(parts, "x", "text", 0), is_remote=True)
+    texts = vocabulary.sample([source], Shares(0.1, 0.1))
+    assert texts
+    assert all("training" in text for text in texts)
 
 
 def test_embedded_corpus_is_the_standard_library(monkeypatch: pytest.MonkeyPatch) -> None:

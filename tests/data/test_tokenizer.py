@@ -19,6 +19,7 @@ from melodi.data.tokenizer import (
     SentencePieceTokenizer,
     Tokenizer,
     load_tokenizer,
+    opening,
     train_tokenizer,
 )
 
@@ -151,3 +152,13 @@ def test_a_folder_without_tokenizer_is_refused(tmp_path: Path) -> None:
         train_tokenizer(TEXTS, 256)
     with pytest.raises(ValueError, match=r"vocab_size=1048577 is too large: give at most 1048576"):
         train_tokenizer(TEXTS, (1 << 20) + 1)
+
+
+def test_every_vocabulary_opens_a_text() -> None:
+    """With a line break where it has one; a SentencePiece model that drops it with its own
+    beginning."""
+    for tokenizer in (ByteTokenizer(), TRAINED):
+        assert tokenizer.decode(opening(tokenizer)) == "\n"
+    pieces = SentencePieceTokenizer(sentencepiece("unigram"))
+    assert pieces.encode("\n") == []
+    assert opening(pieces) == [pieces.engine.bos_id()]
