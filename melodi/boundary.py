@@ -31,16 +31,15 @@ def ids_checked() -> Iterator[None]:
 
 
 def check_batch_size(batch_size: int) -> None:
-    if batch_size < 1:
-        raise ValueError(f"batch_size={batch_size} must be at least 1")
+    if type(batch_size) is not int or batch_size < 1:
+        raise ValueError(f"batch_size={batch_size!r} must be a whole number of at least 1")
 
 
 def checked_tokens(
     tokens_BT: Tensor, state: MemoryState, lengths: Tensor | None, config: ModelConfig, like: Tensor
 ) -> Tensor:
     """The tokens as int64, padding as 0. `like` is a weight of the model."""
-    if not isinstance(tokens_BT, Tensor):
-        raise ValueError(f"tokens are a {type(tokens_BT).__name__}: give a tensor of integers")
+    check_tensor("tokens", tokens_BT)
     if not isinstance(state, MemoryState):
         raise ValueError(
             f"state is a {type(state).__name__}: give a MemoryState, model.empty_state(rows) say"
@@ -64,7 +63,7 @@ def checked_tokens(
     check_dtype(state, like.dtype)
     tokens_BT = tokens_BT.long()
     if lengths is not None:
-        padding_BT = torch.arange(length) >= lengths[:, None]
+        padding_BT = torch.arange(length, device="cpu") >= lengths[:, None]
         tokens_BT = tokens_BT.masked_fill(upload(padding_BT, tokens_BT.device), 0)
     check_ids("token", tokens_BT, 0, config.vocab_size)
     return tokens_BT
@@ -74,7 +73,12 @@ def checked_lengths(tokens_BT: Tensor, lengths: Tensor | Sequence[int] | None) -
     """None where nothing is padding."""
     if lengths is None:
         return None
-    lengths, length = torch.as_tensor(lengths).cpu(), tokens_BT.size(-1)
+    check_tensor("tokens", tokens_BT)
+    try:
+        lengths = torch.as_tensor(lengths, device="cpu")
+    except (TypeError, ValueError, RuntimeError):
+        raise ValueError(f"lengths={lengths!r} must be whole numbers, one for each row") from None
+    length = tokens_BT.size(-1)
     bad_type = lengths.dtype not in INTEGERS or lengths.shape != tokens_BT.shape[:1]
     if bad_type or bool(((lengths < 0) | (lengths > length)).any()):
         raise ValueError(
@@ -86,6 +90,7 @@ def checked_lengths(tokens_BT: Tensor, lengths: Tensor | Sequence[int] | None) -
 
 def checked_targets(tokens_BT: Tensor, targets_BT: Tensor, config: ModelConfig) -> Tensor:
     """The targets as int64."""
+    check_tensor("targets", targets_BT)
     if targets_BT.shape != tokens_BT.shape or targets_BT.device != tokens_BT.device:
         raise ValueError(
             f"targets of shape {tuple(targets_BT.shape)} on {targets_BT.device} must be as the "
@@ -96,6 +101,11 @@ def checked_targets(tokens_BT: Tensor, targets_BT: Tensor, config: ModelConfig) 
     targets_BT = targets_BT.long()
     check_ids("target", targets_BT, -1, config.vocab_size)
     return targets_BT
+
+
+def check_tensor(what: str, value: object) -> None:
+    if not isinstance(value, Tensor):
+        raise ValueError(f"{what} are a {type(value).__name__}: give a tensor of integers")
 
 
 def check_ids(what: str, ids: Tensor, lowest: int, vocab_size: int) -> None:

@@ -7,6 +7,7 @@ changes: `KeptDecoder` looks before every token, and begins anew.
 Shapes: B rows, D width.
 """
 
+from itertools import repeat
 from operator import attrgetter, is_
 from typing import TYPE_CHECKING
 
@@ -89,11 +90,10 @@ class KeptDecoder:
 
     def __call__(self, tokens_B1: Tensor, state: MemoryState) -> tuple[Tensor, MemoryState] | None:
         """As `Decoder`; None, too, where only the model itself can read."""
-        decoder, plain = self._current(), self.model.is_plain()
-        # With dropout it matters in which mode each part is, and that is the reader's business.
-        if decoder is None or not plain or self.model.config.dropout:
+        decoder = self._current() if self.model.is_plain() else None
+        if decoder is None or not state.made_by(self.model):
             return None
-        return decoder(tokens_B1, state) if state.made_by(self.model) else None
+        return decoder(tokens_B1, state)
 
     def logits(self, x_BD: Tensor) -> Tensor:
         """What is expected after these final hidden vectors, in float32 at least."""
@@ -122,6 +122,8 @@ class Watch:
         self.types = list(map(type, self.modules))
         hooks = [(module._forward_hooks, module._forward_pre_hooks) for module in self.modules]
         self.hooks = [table for pair in hooks for table in pair]
+        self.own = [vars(module) for module in self.modules]
+        self.watched = self._is_watched()
         tables = [table for m in self.modules for table in (m._modules, m._parameters)]
         parts = [(table, name, part) for table in tables for name, part in table.items()]
         self.tables, self.names, self.parts = zip(*parts, strict=True)
@@ -131,12 +133,16 @@ class Watch:
         self.versions = [] if self.blind else list(map(VERSION, self.weights))
 
     def unchanged(self) -> bool:
-        """No part is replaced, adapted or hooked, and no weight has been written to."""
+        """No part is replaced, adapted, hooked or let go, and no weight has been written to."""
         return (
             not self.blind
-            and not any(self.hooks)
+            and self._is_watched() == self.watched
             and all(map(is_, map(type, self.modules), self.types))
             and all(map(is_, map(dict.get, self.tables, self.names), self.parts))
             and list(map(Tensor.data_ptr, self.weights)) == self.places
             and list(map(VERSION, self.weights)) == self.versions
         )
+
+    def _is_watched(self) -> bool:
+        """As layers/token.py has it, of any part."""
+        return any(self.hooks) or any(map(dict.__contains__, self.own, repeat("forward")))

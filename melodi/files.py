@@ -28,15 +28,18 @@ CHECKSUM = "checksum"
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """Gives a place to write to; afterwards the file has its new contents, or else its old ones. A
-    link stays one; what is no file, a device say, is left alone."""
+    link stays one, and who may read the file stays as it was; what is no file, a device say, is
+    left alone."""
     path = path.resolve()
     if path.exists() and not path.is_file():
         raise ValueError(f"{path} is not a file: choose another place")
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     try:
         yield partial
-        partial.chmod(0o666 & ~_umask())  # safetensors writes files that only their owner can read
+        # safetensors writes files that only their owner can read.
+        mode = path.stat().st_mode & 0o777 if path.exists() else 0o666 & ~_umask()
         sync(partial)
+        partial.chmod(mode)
         partial.replace(path)
         sync(path.parent)
     finally:
@@ -207,7 +210,10 @@ def _add_to(digest: Any, name: str, tensor: "Tensor", data: Any) -> None:
 
 def sync(path: Path) -> None:
     """Waits until what was written to a file or folder has reached the disk."""
-    handle = os.open(path, os.O_RDONLY)
+    windows = os.name == "nt"
+    if windows and path.is_dir():  # cannot be opened there
+        return
+    handle = os.open(path, os.O_RDWR if windows else os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:

@@ -123,7 +123,7 @@ def _database(prefix: str, memory: MemorizingMemory, state: MemoryState) -> Arra
     """The official memory is a ring: token t lies in slot t mod M, for each row and head."""
     heads, slots = memory.keys_BHME.shape[1:3]
     written_B = state.windows_B * state.config.window
-    ring_BM = (torch.arange(slots) + written_B[:, None]) % slots
+    ring_BM = (torch.arange(slots, device="cpu") + written_B[:, None]) % slots
     index = ring_BM.to(memory.keys_BHME.device)[:, None, :, None].expand_as(memory.keys_BHME)
 
     def ring(queue_BHME: Tensor) -> np.ndarray:
@@ -252,9 +252,13 @@ def _family(config: ModelConfig) -> str:
     return "transformer-xl" if set(config.layers) == {"xl"} else "memory"
 
 
+OFFICIAL = ("short", "long", "xl", "recurrent", "memorizing")
+"""Layer kinds that the official code has."""
+
+
 def _check_kinds(config: ModelConfig) -> None:
     for kind in config.layers:
-        if kind in ("plain", "long-only"):
+        if kind not in OFFICIAL:
             raise ValueError(f"layer kind {kind!r} has no counterpart in the official code")
 
 

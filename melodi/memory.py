@@ -53,6 +53,10 @@ class Maker:
     def made(self, model: object) -> bool:
         return self._model() is model
 
+    def is_of(self, other: "Maker") -> bool:
+        """Whether both are of one model."""
+        return self._model() is not None and other.made(self._model())
+
     def fingerprint(self) -> Fingerprint:
         model = self._model()
         if model is None:
@@ -121,7 +125,7 @@ class MemoryState:
 
     def select(self, rows: Tensor | Sequence[int]) -> "MemoryState":
         """These rows (indices, or a mask), in this order; a row may be taken several times."""
-        index = torch.as_tensor(rows).cpu()
+        index = torch.as_tensor(rows, device="cpu")
         if index.dtype == torch.bool:
             self._check_mask(index)
             index = index.nonzero().flatten()
@@ -130,6 +134,7 @@ class MemoryState:
             raise ValueError(
                 f"rows={index.tolist()} must be indices from 0 to {self.batch_size - 1}, or a mask"
             )
+        index = index.long()  # of bytes torch would make a mask
         index_on_device = upload(index, self.device)
         state = self._map(lambda tensor: tensor[index_on_device])
         return replace(
@@ -138,7 +143,7 @@ class MemoryState:
 
     def forget(self, rows: Tensor | Sequence[bool] | NDArray[np.bool_]) -> "MemoryState":
         """These rows, a mask, start a new document: their memory is dropped."""
-        mask_B = torch.as_tensor(rows).cpu()
+        mask_B = torch.as_tensor(rows, device="cpu")
         self._check_mask(mask_B)
         if not mask_B.any():
             return self
@@ -156,11 +161,13 @@ class MemoryState:
     @classmethod
     def cat(cls, states: "Sequence[MemoryState]") -> "MemoryState":
         """The rows of several states of one model, one after the other, between two windows."""
+        if not states:
+            raise ValueError("no states to join: give at least one")
         first = states[0]
         if any(state.open_window is not None for state in states):
             raise ValueError("states with an open window cannot be joined: read to a window's end")
         for state in states:
-            if state.owner is not first.owner and _print(state) != _print(first):
+            if not same_owner(state.owner, first.owner) and _print(state) != _print(first):
                 raise ValueError(
                     "states of different models cannot be joined: these were made with weights "
                     f"{_print(first).weights} and {_print(state).weights}"
@@ -267,6 +274,11 @@ class MemoryState:
                 f"rows of shape {tuple(mask_B.shape)} and type {mask_B.dtype} must be a mask: "
                 f"one bool for each of the {self.batch_size} rows"
             )
+
+
+def same_owner(a: Maker | Fingerprint, b: Maker | Fingerprint) -> bool:
+    """Whether it can be told without a look at all weights."""
+    return a is b or (isinstance(a, Maker) and isinstance(b, Maker) and a.is_of(b))
 
 
 def _print(state: MemoryState) -> Fingerprint:

@@ -29,7 +29,7 @@ from melodi.decoding import Decoder
 from melodi.layers import make_layer
 from melodi.layers.frame import Layer, LayerMemory, OpenWindow, Probe, WindowPart
 from melodi.layers.nats import linear_nats
-from melodi.layers.token import is_bare
+from melodi.layers.token import is_bare, is_watched
 from melodi.layers.transformer import RelativePositionBias, RMSNorm, Sight, randomise
 from melodi.memory import Fingerprint, Maker, MemoryState
 from melodi.reading import Handover, Opening, RaggedRows, Turn, counters, inside, turns
@@ -158,11 +158,10 @@ class LanguageModel(nn.Module):
             boundary.check_owner(state, self.fingerprint(), like)
 
     def decodes(self) -> bool:
-        """Whether single tokens can be read by a Decoder."""
+        """Whether its parts are such that a Decoder can read single tokens."""
         ends = (self.embedding, self.final_norm)
-        hooked = any(part._forward_hooks or part._forward_pre_hooks for part in ends)
         seem = tuple(map(type, ends)) == (Embedding, RMSNorm)
-        return seem and not hooked and self.is_plain() and all(map(is_bare, self.stack))
+        return seem and not any(map(is_watched, ends)) and all(map(is_bare, self.stack))
 
     def fingerprint(self) -> Fingerprint:
         """Digests of the architecture and of the weights as they are now."""
@@ -201,7 +200,7 @@ class LanguageModel(nn.Module):
         last, and the layers' own losses."""
         in_place = not torch.is_grad_enabled()
         one = lengths_B is None and probe is None and tokens_BT.size(1) == 1
-        if in_place and one and inside(state) is not None and self.decodes():
+        if in_place and one and inside(state) is not None and self.is_plain() and self.decodes():
             token = Decoder(self)(tokens_BT, state)
             if token is not None:
                 return *token, None
@@ -267,7 +266,7 @@ class LanguageModel(nn.Module):
             and type(self.stack[0]).end is Layer.end
             and not (self.training and self.config.dropout)
             and all(map(is_bare, self.stack))
-            and not any(part._forward_hooks or part._forward_pre_hooks for part in self.modules())
+            and not any(map(is_watched, self.modules()))
         )
 
     def _overlapping(

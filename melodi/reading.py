@@ -180,7 +180,9 @@ class RaggedRows:
         for row, (start, length) in enumerate(
             zip(turn.start_B.tolist(), turn.length_B.tolist(), strict=True)
         ):
-            self.place_BT[row, start : start + length] = torch.arange(before, before + length)
+            self.place_BT[row, start : start + length] = torch.arange(
+                before, before + length, device="cpu"
+            )
         self.in_order &= bool((turn.length_B == x_BtD.size(1)).all())
         self.hidden.append(x_BtD)
 

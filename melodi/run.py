@@ -29,6 +29,7 @@ from torch import Tensor
 
 from melodi.config import ModelConfig
 from melodi.config.checks import from_dict
+from melodi.config.dialects import STARTS
 from melodi.config.training import TrainConfig
 from melodi.data.store import TokenStore
 from melodi.data.tokenizer import load_tokenizer
@@ -55,7 +56,9 @@ def load(run: str | Path, weights: str | None = None) -> LanguageModel:
     folder = run_folder(run)
     data = Run(folder).read_config()["data"]
     path = weights_file(folder, weights)
-    model = LanguageModel(Run(folder).part(ModelConfig, "model"))
+    config = Run(folder).part(ModelConfig, "model")
+    check_meaning(config, Run(folder).answers() or {}, folder / CONFIG)
+    model = LanguageModel(config)
     _, tensors = read_tensors(path, sealed=False)  # weights may come from elsewhere
     set_weights(model, tensors, path)
     model.tokenizer = load_tokenizer(folder)
@@ -66,6 +69,21 @@ def load(run: str | Path, weights: str | None = None) -> LanguageModel:
             f"store, {data['path']}"
         )
     return model.eval()
+
+
+def check_meaning(config: ModelConfig, answers: dict[str, Any], path: Path) -> None:
+    """Refuses a model whose dialect meant another function when it was trained."""
+    now = dataclasses.asdict(config.answers)
+    odd = [
+        f"{name}={str(value).lower()}"
+        for name, value in answers.items()
+        if name in now and name not in STARTS and now[name] != value
+    ]
+    if odd:
+        raise ValueError(
+            f"{path} is of a version in which dialect {config.dialect!r} had {', '.join(odd)}: "
+            f"write {','.join([config.dialect, *odd])!r} there as its dialect"
+        )
 
 
 def run_folder(run: str | Path) -> Path:

@@ -83,7 +83,7 @@ def side_by_side(work: Callable[[Item], Result], items: Sequence[Item]) -> list[
         try:
             pool = _pool(os.getpid(), torch.get_num_threads())
             running.extend(pool.submit(worker) for _ in range(min(worker_count(), len(items))))
-        except RuntimeError:  # the interpreter is ending, and threads take no more work
+        except RuntimeError:  # no thread can be begun, or the interpreter is ending
             if not running:
                 return [work(item) for item in items]
         for one in running:
@@ -109,14 +109,16 @@ def _pool(process: int, threads: int) -> ThreadPoolExecutor:
         torch.set_num_threads(_share(threads))
         begun.wait()
 
-    for _ in range(workers):
-        pool.submit(begin)
     try:
+        for _ in range(workers):
+            pool.submit(begin)
         begun.wait()
-    except BaseException:  # interrupted: the threads must not wait for ever
+    except BaseException:  # interrupted, or no thread to be had: the others must not wait for ever
         begun.abort()
+        pool.shutdown(wait=False)
         raise
-    torch.set_num_threads(threads)
+    finally:
+        torch.set_num_threads(threads)
     return pool
 
 

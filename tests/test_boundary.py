@@ -57,6 +57,14 @@ REFUSED = {
     "memory_slots=0": lambda: config(layers=("memorizing",), memory_slots=0),
     "top_k=16 must be from 1 to memory_slots=15": lambda: config(layers=("memorizing",), top_k=16),
     "dropout=1.5": lambda: config(dropout=1.5),
+    "dropout='0.1' must be a finite number": lambda: config(dropout="0.1"),
+    "branching='false' must be true or false": lambda: config(branching="false"),
+    "top_k=2.5 must be a whole number": lambda: config(layers=("memorizing",), top_k=2.5),
+    "head_width='8' must be a whole number": lambda: config(head_width="8"),
+    "layers=None must be a tuple": lambda: config(layers=None),
+    "dialect=None must be a str": lambda: config(dialect=None),
+    r"layer kind \['xl'\] is unknown": lambda: config(layers=(["xl"],)),
+    "ModelConfig lacks the field 'vocab_size'": lambda: ModelConfig.from_dict({"width": 3}),
     "window=0": lambda: config(window=0),
     f"token id {VOCAB} is outside the vocabulary": lambda: call(torch.full((2, 5), VOCAB)),
     "token id -1 is outside the vocabulary": lambda: call(torch.full((2, 5), -1)),
@@ -80,6 +88,14 @@ REFUSED = {
     ),
     r"lengths=\[1, 6\] must be one whole number": lambda: call(lengths=torch.tensor([1, 6])),
     r"lengths=\[1.0, 2.0\] must be one whole number": lambda: call(lengths=[1.0, 2.0]),
+    "lengths='ab' must be whole numbers": lambda: call(lengths="ab"),
+    "tokens are a list": lambda: call(TOKENS.tolist(), lengths=[1, 2]),
+    "targets are a list": lambda: make(CONFIG).loss(
+        TOKENS, TOKENS.tolist(), make(CONFIG).empty_state(2)
+    ),
+    "batch_size=2.5": lambda: make(CONFIG).empty_state(2.5),
+    "batch_size=None": lambda: make(CONFIG).empty_state(None),
+    "no states to join": lambda: MemoryState.cat([]),
     "targets of type torch.float32": lambda: make(CONFIG).loss(
         TOKENS, TOKENS.float(), make(CONFIG).empty_state(2)
     ),
@@ -288,8 +304,32 @@ def test_select_reorders_rows(config: ModelConfig) -> None:
     rows = torch.tensor([2, 0, 0])
     again, _ = model(more[rows], state.select(rows))
     torch.testing.assert_close(again, logits[rows], **TOLERANCE)
+    bytes_ = state.select(rows.to(torch.uint8))  # to torch a mask
+    assert bytes_.open_B.tolist() == state.open_B[rows].tolist()
+    assert torch.equal(tensors_of(bytes_)[-1], tensors_of(state.select(rows))[-1])
     masked = state.select(torch.tensor([False, True, False]))
     assert masked.open_B.tolist() == state.open_B[1:2].tolist()
+
+
+def test_states_of_one_model_are_joined_without_a_look_at_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whose they are is known: nothing is computed from all weights."""
+    model = make(CONFIG)
+    states = [model(random_tokens(1, WINDOW), model.empty_state(1))[1] for _ in range(3)]
+    monkeypatch.setattr(LanguageModel, "fingerprint", lambda self: pytest.fail("was asked"))
+    assert MemoryState.cat(states).batch_size == 3
+
+
+def test_a_file_that_few_may_read_stays_one(tmp_path: Path) -> None:
+    """Memory is content: whoever has locked it away finds it so after it was saved again."""
+    path = tmp_path / "memory.safetensors"
+    model = make(CONFIG)
+    state = model.empty_state(1)
+    state.save(path)
+    path.chmod(0o600)
+    state.save(path)
+    assert path.stat().st_mode & 0o777 == 0o600
 
 
 def test_an_open_window_is_carried_only_while_there_is_one() -> None:

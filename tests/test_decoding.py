@@ -2,7 +2,9 @@
 
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -156,12 +158,18 @@ def test_a_kept_decoder_equals_the_model(
 
 
 def test_a_kept_decoder_sees_every_change() -> None:
-    """Weights that are trained, replaced or moved, parts that are hooked or exchanged: nothing old
-    is used for the next token."""
+    """Weights that are trained, replaced or moved, parts that are hooked, adapted or exchanged:
+    nothing old is used for the next token."""
     model = make(ZOO["melodi-default"])
     decoder, token = KeptDecoder(model), random_tokens(1, 1)
     block = model.layers[1].block
     heard: list[int] = []
+
+    class Adapted(type(block.ffn.hidden)):  # type: ignore[misc]
+        pass
+
+    def nothing() -> None:
+        pass
 
     def train() -> None:
         for parameter in model.parameters():
@@ -179,21 +187,79 @@ def test_a_kept_decoder_sees_every_change() -> None:
         block.ffn.hidden = torch.nn.Linear(*block.ffn.hidden.weight.T.shape).double()
 
     def hook() -> None:
-        block.ffn.register_forward_hook(lambda *_: heard.append(1))
+        handles.append(block.ffn.register_forward_hook(lambda *_: heard.append(1)))
 
+    def unhook() -> None:
+        handles.pop().remove()
+
+    def adapt() -> None:
+        block.ffn.hidden.__class__ = Adapted
+
+    def undo() -> None:
+        block.ffn.hidden.__class__ = Adapted.__base__
+
+    def wrap() -> None:
+        block.ffn.hidden.forward = lambda x: 2 * type(block.ffn.hidden).forward(block.ffn.hidden, x)
+
+    def unwrap() -> None:
+        del block.ffn.hidden.forward
+
+    handles: list[Any] = []
+    others = (hook, adapt, wrap, exchange)
+    same = (unhook, undo, unwrap)
     before = None
-    for change in (train, load, move, exchange, hook):
+    for change in (nothing, train, hook, unhook, load, adapt, undo, move, wrap, unwrap, exchange):
         change()
         with torch.inference_mode():
             _, state = model(random_tokens(1, 2), model.empty_state(1))
             expected, _, _ = model.hidden(token, state)
             heard.clear()
             found = decoder(token, state)
-        assert (found is None) == (change in (exchange, hook))
+        assert (found is None) == (change in others), change
         if found is not None:
             torch.testing.assert_close(found[0], expected, **TOLERANCE)
-            assert before is None or not torch.allclose(found[0], before, atol=1e-6)
+            if before is not None:
+                assert torch.allclose(found[0], before, atol=1e-6) == (change in same), change
             before = found[0]
+
+
+def test_weights_that_do_not_count_their_writings() -> None:
+    """Tensors made in inference mode do not say that they were written to: nothing is kept."""
+    with torch.inference_mode():
+        model = make(ZOO["melodi-default"])
+        decoder, token = KeptDecoder(model), random_tokens(1, 1)
+        for _ in range(2):
+            _, state = model(random_tokens(1, 2), model.empty_state(1))
+            found = decoder(token, state)
+            assert found is not None
+            torch.testing.assert_close(found[0], model.hidden(token, state)[0], **TOLERANCE)
+            for parameter in model.parameters():
+                parameter.mul_(0.9)
+
+
+def test_dropout_is_no_hindrance() -> None:
+    """A model that was trained with dropout, in whatever mode, is decoded as others are, with
+    narrow weights too; what a first token under autocast found out is not kept."""
+    config = replace(ZOO["melodi-default"], dropout=0.0)
+    models = [make(config).float(), make(replace(config, dropout=0.5)).float()]
+    models.append(make(replace(config, dropout=0.5)).float().train())
+    for int8 in (False, True):
+        said, expected = [], []
+        for model in models:
+            reader = StreamReader(model, int8=int8)
+            reader.read(random_tokens(WINDOW + 2))
+            said.append(list(reader.generate(2 * WINDOW, temperature=0)))
+            expected.append(reader._at.place.last_BD)
+        assert said[0] == said[1] == said[2]
+        assert all(torch.equal(expected[0], other) for other in expected)
+    assert models[2].training
+    kept = KeptDecoder(model.eval())
+    token = random_tokens(1, 1)
+    with torch.inference_mode():
+        _, state = model(random_tokens(1, 2), model.empty_state(1))
+        with torch.autocast("cpu", torch.bfloat16):
+            assert kept(token, state) is None
+        assert kept(token, state) is not None
 
 
 @pytest.mark.parametrize("native", ["1", "0"], ids=["native", "torch"])

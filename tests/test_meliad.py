@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from zoo import make
+from zoo import KINDS, make
 
 from melodi import LanguageModel, MemoryState, ModelConfig
 from melodi.meliad import from_official, state_to_official, to_official
@@ -145,6 +145,9 @@ REFUSED = {
     ),
     "layer kind 'plain' has no counterpart": lambda: to_official(
         LanguageModel(replace(CONFIGS["melodi"], layers=("plain", "short")))
+    ),
+    "layer kind 'rmt' has no counterpart": lambda: to_official(
+        LanguageModel(replace(KINDS["rmt"], dialect="meliad"))
     ),
     "name layers ": lambda: from_official(
         {k: v for k, v in official("transformer-xl").items() if "transformer0" not in k}, 8

@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+import re
 import shutil
 import subprocess
 from dataclasses import replace
@@ -327,6 +328,21 @@ def test_a_cut_line_of_metrics(finished: Path) -> None:
     metrics.write_text("{}\n" + '{"step": 9, "lo\n' + "{}\n")
     with pytest.raises(ValueError, match=r"metrics.jsonl is damaged in line 2"):
         Run(finished).read_metrics()
+
+
+def test_a_dialect_that_has_changed(finished: Path) -> None:
+    """Weights are not read as those of another function; where training started does not count."""
+    path = finished / "config.json"
+    config = json.loads(path.read_text())
+    config["answers"] |= {"mixer_start": "other", "activation": "gelu", "ffn_bias": True}
+    path.write_text(json.dumps(config))
+    meant = f"{config['model']['dialect']},activation=gelu,ffn_bias=true"
+    with pytest.raises(ValueError, match=re.escape(f"write {meant!r} there as its dialect")):
+        melodi.load(finished)
+    config["model"]["dialect"] = meant.replace(",ffn_bias=true", "")
+    config["answers"]["ffn_bias"] = False
+    path.write_text(json.dumps(config))
+    assert melodi.load(finished).config.answers.activation == "gelu"
 
 
 def test_a_store_that_has_moved(finished: Path, store: TokenStore, tmp_path: Path) -> None:

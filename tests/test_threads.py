@@ -230,6 +230,25 @@ def test_an_interrupted_wait_begins_nothing_more(three_threads: None) -> None:
     assert len(done) == count
 
 
+def test_threads_that_cannot_be_begun() -> None:
+    """Where a limit allows no more of them the caller works, torch keeps its threads, and the
+    process ends."""
+    script = (
+        "import threading, torch; torch.set_num_threads(3)\n"
+        "from melodi.threads import side_by_side\n"
+        "begin, count = threading.Thread.start, [0]\n"
+        "def start(self):\n"
+        "    count[0] += 1\n"
+        '    if count[0] % 2 == 0: raise RuntimeError("can\'t start new thread")\n'
+        "    begin(self)\n"
+        "threading.Thread.start = start\n"
+        "print(side_by_side(abs, [-1, -2, -3]), torch.get_num_threads())"
+    )
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
+    assert (done.stdout, done.stderr) == ("[1, 2, 3] 3\n", "")
+
+
 def test_a_model_reads_while_the_interpreter_ends() -> None:
     """Then no thread takes work any more: the caller does it."""
     script = (

@@ -74,6 +74,14 @@ def test_nothing_waits(config: ModelConfig) -> None:
     assert not copies.waiting
 
 
+@cases(KINDS)
+def test_the_host_is_the_host(config: ModelConfig) -> None:
+    """Whatever torch's default device is, what is reckoned on the host stays there."""
+    model = on_meta(config)
+    with META:
+        read(model, model.empty_state(3))
+
+
 @cases({name: KINDS[name] for name in ("melodi", "block-recurrent", "memorizing", "rmt")})
 def test_copies_do_not_grow_with_the_windows(config: ModelConfig) -> None:
     """What the layers are told of all windows of a segment is copied at once: where all rows have

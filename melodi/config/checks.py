@@ -49,6 +49,8 @@ def _fits(value: Any, kind: Any) -> bool:
         return any(_fits(value, one) for one in get_args(kind))
     if get_origin(kind) is tuple:
         kinds = get_args(kind)
+        if kinds[-1] is ...:  # what is in it has checks of its own
+            return isinstance(value, tuple)
         sized = isinstance(value, tuple) and len(value) == len(kinds)
         return sized and all(map(_fits, value, kinds))
     if kind is float:
@@ -61,7 +63,8 @@ def _complaint(kind: Any) -> str:
     if get_origin(kind) is Literal:
         return f"is unknown: choose one of {', '.join(get_args(kind))}"
     if get_origin(kind) is tuple:
-        return f"must be {len(get_args(kind))} finite numbers"
+        several = get_args(kind)[-1] is ...
+        return f"must be {'a tuple' if several else f'{len(get_args(kind))} finite numbers'}"
     kinds = get_args(kind) or (kind,)
     words = {int: "a whole number", float: "a finite number", bool: "true or false"}
     return "must be " + " or ".join(words.get(one, _name(one)) for one in kinds)

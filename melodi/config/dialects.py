@@ -42,6 +42,9 @@ class Dialect:
     """Relative position bias in the Memorizing layer's local attention."""
 
 
+STARTS = ("mixer_start", "block_start", "bias_start")
+"""Answers of which training leaves nothing: a trained model is the same function with any."""
+
 DIALECTS = {
     "paper": Dialect(
         mixer="matrix",

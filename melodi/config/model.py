@@ -8,9 +8,10 @@ import dataclasses
 import hashlib
 import json
 from dataclasses import dataclass, replace
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, Literal
 
-from melodi.config.dialects import Dialect, check_keys, parse_dialect
+from melodi.config.checks import check_types, from_dict
+from melodi.config.dialects import STARTS, Dialect, parse_dialect
 from melodi.config.kinds import KINDS, LayerKind
 
 
@@ -68,7 +69,9 @@ class ModelConfig:
     dropout: float = 0.0
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "layers", tuple(self.layers))
+        if isinstance(self.layers, list):  # as in a file
+            object.__setattr__(self, "layers", tuple(self.layers))
+        check_types(self)
         if not self.ffn_width:
             object.__setattr__(self, "ffn_width", 4 * self.width)
         _check(self)
@@ -115,8 +118,7 @@ class ModelConfig:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "ModelConfig":
-        check_keys(cls, values)
-        return cls(**values)
+        return from_dict(cls, values)
 
     def digest(self) -> str:
         """Equal for two configs iff a memory of one makes sense to the other."""
@@ -128,21 +130,13 @@ class ModelConfig:
             if getattr(config, field.name) != field.default
         }
         values["dialect"] = dataclasses.asdict(self.answers)
-        # Training leaves nothing of where it started.
-        for start in ("mixer_start", "block_start", "bias_start"):
+        for start in STARTS:
             del values["dialect"][start]
         return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _check(c: ModelConfig) -> None:
     """Refuses what cannot be built, with the value and the cure."""
-    for field in dataclasses.fields(c):
-        value = getattr(c, field.name)
-        if field.type is int and (not isinstance(value, int) or isinstance(value, bool)):
-            raise ValueError(f"{field.name}={value!r} must be a whole number")
-        if get_origin(field.type) is Literal and value not in get_args(field.type):
-            known = ", ".join(get_args(field.type))
-            raise ValueError(f"{field.name}={value!r} is unknown: choose one of {known}")
     for name in ("vocab_size", "width", "num_heads", "ffn_width", "window"):
         if getattr(c, name) < 1:
             raise ValueError(f"{name}={getattr(c, name)} must be at least 1")
@@ -167,7 +161,7 @@ def _check_layers(c: ModelConfig) -> None:
     if not c.layers:
         raise ValueError("layers=() is empty: name one kind per layer, e.g. ('short', 'long')")
     for kind in c.layers:
-        if kind not in KINDS:
+        if not isinstance(kind, str) or kind not in KINDS:
             raise ValueError(f"layer kind {kind!r} is unknown: choose one of {', '.join(KINDS)}")
     for kind in c.layers:
         if KINDS[kind].family not in (c.family, "any"):

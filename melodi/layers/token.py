@@ -13,7 +13,7 @@ Shapes as in frame.py; F width of the feed-forward, X = H·E.
 from typing import Generic
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from melodi.layers.frame import Layer, Memory, OpenWindow, WindowPart
 from melodi.layers.native import ACTIVATIONS, MOST_ROWS, Kernel, NativeProduct, address
@@ -199,7 +199,9 @@ def is_bare(layer: Layer[Memory]) -> bool:
     """The layer's block is made of our own modules, and nobody watches any of them."""
     block = layer.block
     parts = (block, *block.children(), *block.ffn.children())
-    return all(
-        type(part) in BARE and not part._forward_hooks and not part._forward_pre_hooks
-        for part in parts
-    ) and not (layer._forward_hooks or layer._forward_pre_hooks)
+    return all(type(part) in BARE for part in parts) and not any(map(is_watched, (layer, *parts)))
+
+
+def is_watched(part: nn.Module) -> bool:
+    """Whether somebody hears of what it computes, or computes it in another way."""
+    return bool(part._forward_hooks or part._forward_pre_hooks or "forward" in vars(part))

@@ -31,7 +31,7 @@ from melodi.model import LanguageModel
 from melodi.precision import Precision, autocast, resolve
 from melodi.reading import portions
 from melodi.stream.sampling import Choices, Sampling
-from melodi.stream.source import Feed, Source
+from melodi.stream.source import Feed, Source, host_ids
 from melodi.stream.spoken import Spoken
 
 CHUNK_WINDOWS = 16
@@ -79,6 +79,8 @@ class StreamReader:
         weight, config = model.embedding.weight, model.config
         self.precision = resolve(precision, weight.device, config)
         self.int8 = int8
+        if self.precision == "bf16" and weight.dtype == torch.float16:
+            raise ValueError("precision='bf16' is not for weights in float16: use model.float()")
         check_int8(int8, self.precision, weight.device)
         state = state.to(weight.device)
         model.check_owner(state)
@@ -255,7 +257,9 @@ class StreamReader:
         tokens_BT = pad_sequence(ids, batch_first=True).to(self.model.embedding.weight.device)
         read = None
         if decoder is not None and set(lengths) == {1}:
-            read = decoder(tokens_BT, self.state)
+            random = self.model.config.dropout > 0
+            with evaluating(self.model) if random else contextlib.nullcontext():
+                read = decoder(tokens_BT, self.state)
         if read is None:
             ragged = lengths if len(set(lengths)) > 1 else None
             with evaluating(self.model), self._numbers():
@@ -306,7 +310,7 @@ class StreamReader:
                     tokens[row] = token
             if not going:
                 return
-            ids = [torch.tensor([] if t is None else [t], dtype=torch.long) for t in tokens]
+            ids = [host_ids([] if t is None else [t]) for t in tokens]
             self._advance(ids, decoder)
             yield tokens
             for row, heard in spoken.items():

@@ -121,6 +121,6 @@ def penalised(logits_V: Tensor, recent: Sequence[int], penalty: float) -> Tensor
     """Tokens that were just there become less likely, if the penalty is above 1."""
     if penalty == 1.0 or not recent:
         return logits_V
-    ids = torch.tensor(sorted(set(recent)))
+    ids = torch.tensor(sorted(set(recent)), device=logits_V.device)
     theirs = logits_V[ids]
     return logits_V.index_copy(0, ids, torch.where(theirs > 0, theirs / penalty, theirs * penalty))

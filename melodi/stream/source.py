@@ -5,7 +5,7 @@ that a source without end can be read in constant memory.
 """
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import islice
 from typing import Any, TextIO
@@ -24,6 +24,11 @@ BLOCK = 1 << 16
 """Characters or ids that are taken from a file or an array at once."""
 
 
+def host_ids(ids: Sequence[int]) -> Tensor:
+    """Whatever torch's default device is."""
+    return torch.tensor(ids, dtype=torch.long, device="cpu")
+
+
 class Feed:
     """The ids of a source, in the order and at the pace of whoever takes them."""
 
@@ -32,7 +37,7 @@ class Feed:
     ) -> None:
         """`goes_on`: the source continues a text of which something has been read."""
         self.vocab_size = vocab_size
-        self.waiting = torch.zeros(0, dtype=torch.long)
+        self.waiting = host_ids([])
         self.more: Callable[[int], Any]
         """Up to so many further ids, or a few more; none at the end only."""
         if isinstance(source, str) or hasattr(source, "read"):
