@@ -13,7 +13,6 @@ Everything that the result depends on is in `ModelConfig` and `TrainConfig`; `Ex
 is carried out. `load` gives the model of a run.
 """
 
-import copy
 import dataclasses
 import importlib.metadata
 import json
@@ -56,9 +55,8 @@ def load(run: str | Path, weights: str | None = None) -> LanguageModel:
     folder = run_folder(run)
     data = Run(folder).read_config()["data"]
     path = weights_file(folder, weights)
-    config = Run(folder).part(ModelConfig, "model")
-    check_meaning(config, Run(folder).answers() or {}, folder / CONFIG)
-    model = LanguageModel(config)
+    check_meaning(Run(folder))
+    model = LanguageModel(Run(folder).part(ModelConfig, "model"))
     _, tensors = read_tensors(path, sealed=False)  # weights may come from elsewhere
     set_weights(model, tensors, path)
     model.tokenizer = load_tokenizer(folder)
@@ -71,18 +69,15 @@ def load(run: str | Path, weights: str | None = None) -> LanguageModel:
     return model.eval()
 
 
-def check_meaning(config: ModelConfig, answers: dict[str, Any], path: Path) -> None:
+def check_meaning(run: "Run") -> None:
     """Refuses a model whose dialect meant another function when it was trained."""
-    now = dataclasses.asdict(config.answers)
-    odd = [
-        f"{name}={str(value).lower()}"
-        for name, value in answers.items()
-        if name in now and name not in STARTS and now[name] != value
-    ]
+    dialect, changed = run.part(ModelConfig, "model").dialect, run.changed_answers()
+    known = {name: value for name, value in changed.items() if value is not None}
+    odd = [f"{name}={str(value).lower()}" for name, value in known.items() if name not in STARTS]
     if odd:
         raise ValueError(
-            f"{path} is of a version in which dialect {config.dialect!r} had {', '.join(odd)}: "
-            f"write {','.join([config.dialect, *odd])!r} there as its dialect"
+            f"{run.folder / CONFIG} is of a version in which dialect {dialect!r} had "
+            f"{', '.join(odd)}: write {','.join([dialect, *odd])!r} there as its dialect"
         )
 
 
@@ -188,11 +183,10 @@ class Run:
     def adopt(self, store: TokenStore, steps: int = 0) -> None:
         """Notes where the store is now, and to which step the run goes on if that is farther; and
         completes what a kill at the very start left out."""
-        config = self.read_config()
-        before = copy.deepcopy(config)
-        config["data"]["path"] = str(store.path.resolve())
-        config["train"]["steps"] = max(steps, config["train"]["steps"])
-        if config != before:
+        config, own = self.read_config(), self.part(TrainConfig, "train").steps
+        path = str(store.path.resolve())
+        if config["data"]["path"] != path or steps > own:
+            config["data"]["path"], config["train"]["steps"] = path, max(steps, own)
             write_json(self.folder / CONFIG, config)
         if not (self.folder / ENVIRONMENT).exists():
             write_json(self.folder / ENVIRONMENT, environment())
@@ -233,6 +227,13 @@ class Run:
         """What the name of its dialect meant when the run was begun; None where an earlier version
         did not say."""
         return self.read_config().get("answers")
+
+    def changed_answers(self) -> dict[str, Any]:
+        """What its dialect answered then where it answers otherwise now; None for what was not
+        asked yet."""
+        then = self.answers() or {}
+        now = dataclasses.asdict(self.part(ModelConfig, "model").answers)
+        return {name: then.get(name) for name in now if then.get(name) != now[name]}
 
     def open_store(self, path: str | Path | None = None) -> TokenStore:
         """The run's own store, or another that was made with the same tokenizer."""

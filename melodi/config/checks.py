@@ -63,8 +63,8 @@ def _complaint(kind: Any) -> str:
     if get_origin(kind) is Literal:
         return f"is unknown: choose one of {', '.join(get_args(kind))}"
     if get_origin(kind) is tuple:
-        several = get_args(kind)[-1] is ...
-        return f"must be {'a tuple' if several else f'{len(get_args(kind))} finite numbers'}"
+        kinds = get_args(kind)
+        return "must be a tuple" if kinds[-1] is ... else f"must be {len(kinds)} finite numbers"
     kinds = get_args(kind) or (kind,)
     words = {int: "a whole number", float: "a finite number", bool: "true or false"}
     return "must be " + " or ".join(words.get(one, _name(one)) for one in kinds)

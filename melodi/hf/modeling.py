@@ -213,7 +213,8 @@ class MelodiForCausalLM(PreTrainedModel, GenerationMixin):
             if extra_loss is not None and self.training:
                 # Of accumulated batches each adds its share, as it does to the cross-entropy.
                 of_all = kwargs.get("num_items_in_batch")
-                targets = kwargs.get("shift_labels", labels[:, 1:])
+                shifted = kwargs.get("shift_labels")
+                targets = labels[:, 1:] if shifted is None else shifted
                 share = 1 if of_all is None else (targets != IGNORED_LABEL).sum() / of_all
                 loss = loss + share * extra_loss
         if self.config.use_cache if use_cache is None else use_cache:

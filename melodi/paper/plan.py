@@ -185,11 +185,10 @@ def check(planned: Planned, settings: Settings) -> None:
 
 def changed_meaning(run: Run) -> str:
     """Whether the run's dialect means something else now than when it was begun, in words."""
-    dialect, answers = run.configs()[0].dialect, run.answers()
-    if answers is None:
+    dialect = run.configs()[0].dialect
+    if run.answers() is None:
         return f"of a version that did not say what dialect {dialect!r} meant"
-    now = dataclasses.asdict(run.configs()[0].answers)
-    odd = [name for name in now if answers.get(name) != now[name]]
+    odd = [*run.changed_answers()]
     return f"of a version in which dialect {dialect!r} had another {odd[0]}" if odd else ""
 
 

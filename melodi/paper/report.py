@@ -195,9 +195,8 @@ def claims_notes(noise: Noise | None) -> str:
 
 def runs_table(results: Results, folder: Path) -> Table:
     rows = [run_cells(run, folder) for row in results.rows for run in row.runs]
-    columns = ["row", "seed", "perplexity", "of step", "trained to", "tokens", "time", "commit"]
-    columns.append("folder")
-    return Table(columns, rows)
+    outcome, made = ["perplexity", "of step"], ["trained to", "tokens", "time", "commit", "folder"]
+    return Table(["row", "seed", *outcome, *made], rows)
 
 
 def run_cells(run: Result, folder: Path) -> list[str]:

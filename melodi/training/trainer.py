@@ -154,8 +154,7 @@ class Trainer:
         self.best = float("inf") if saved["best"] is None else saved["best"]
         if "meter" in saved:  # earlier checkpoints are without
             self.meter.load_state_dict(saved["meter"])
-        goes_on = step < self.config.steps
-        between = goes_on and bool(self.meter.sums)
+        between = step < self.config.steps and bool(self.meter.sums)
         self.group.on_first(lambda: self.run.rewind(step, between))
         self.reporter.say(f"resuming {self.run.folder} after step {step}")
         # A run that was killed behind its last checkpoint may be without the weights for use.
