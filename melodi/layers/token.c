@@ -84,12 +84,19 @@ static void one(const Product *p, int64_t output, const REAL *x, REAL *y) {
     y[output] = a;
 }
 
+/* Asks for the weights of the next four outputs: their rows are too short for the processor to see
+   that more follow. Beyond the end nothing is read, and nothing fails. */
+static void fetch(const WEIGHT *weight, int64_t count) {
+    for (int64_t i = 0; i < count; i += 64 / sizeof(WEIGHT)) __builtin_prefetch(weight + i);
+}
+
 /* y = W x + b of every row, shared out over the threads that come here. */
 static void multiply(const Product *p, int64_t rows, const REAL *x, REAL *y) {
     int64_t blocks = (p->outputs + 3) / 4;
 #pragma omp for schedule(static)
     for (int64_t block = 0; block < blocks; block++) {
         int64_t first = block * 4, last = first + 4 < p->outputs ? first + 4 : p->outputs;
+        fetch(p->weight + last * p->stride, 4 * p->stride);
         for (int64_t row = 0; row < rows; row++) {
             const REAL *from = x + row * p->inputs;
             REAL *to = y + row * p->outputs;
