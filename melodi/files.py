@@ -10,6 +10,7 @@
 """
 
 import contextlib
+import errno
 import hashlib
 import json
 import math
@@ -73,6 +74,17 @@ def read_json(path: Path) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{path} is not JSON ({error}): it is damaged") from None
+
+
+def read_object(path: Path, *keys: str) -> dict[str, Any]:
+    """A JSON object that has these keys."""
+    found = read_json(path)
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} is damaged: it holds no JSON object")
+    for key in keys:
+        if key not in found:
+            raise ValueError(f"{path} is damaged: it lacks {key!r}")
+    return found
 
 
 def write_tensors(
@@ -174,9 +186,13 @@ def _named_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except FileNotFoundError:
+        if path.exists():  # what may not be read, the library calls missing
+            raise PermissionError(errno.EACCES, "no permission", str(path)) from None
         raise FileNotFoundError(f"{path} does not exist") from None
     except IsADirectoryError:
         raise ValueError(f"{path} is a folder: give a file") from None
+    except PermissionError:
+        raise
     except (SafetensorError, OSError) as error:
         raise ValueError(
             f"{path} is not a whole safetensors file ({error}): it is damaged, or something else"

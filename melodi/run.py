@@ -32,7 +32,7 @@ from melodi.config.dialects import STARTS
 from melodi.config.training import TrainConfig
 from melodi.data.store import TokenStore
 from melodi.data.tokenizer import load_tokenizer
-from melodi.files import json_text, read_json, read_tensors, write_json, write_text
+from melodi.files import json_text, read_json, read_object, read_tensors, write_json, write_text
 from melodi.model import LanguageModel
 from melodi.sharded import shard_like
 
@@ -218,8 +218,9 @@ class Run:
 
     def part(self, cls: type[Config], key: str) -> Config:
         """One of the configs in config.json."""
+        values = self.read_config()[key]
         try:
-            return from_dict(cls, self.read_config()[key])
+            return from_dict(cls, values)
         except (TypeError, ValueError) as error:
             raise ValueError(f"{self.folder / CONFIG} is damaged in {key!r}: {error}") from None
 
@@ -260,23 +261,28 @@ class Run:
         if not self.metrics.exists():
             self._check_there()
             raise FileNotFoundError(f"{self.folder} has no {METRICS}: is it a run folder?")
-        records, lines = [], self.metrics.read_text(encoding="utf-8").splitlines()
+        records, lines = [], self.metrics.read_bytes().splitlines(keepends=True)
         for number, line in enumerate(lines, 1):
             try:
-                records.append(json.loads(line))
+                records.append(metrics_of(line))
             except ValueError as error:
-                if number < len(lines):
+                if line.endswith(b"\n"):
                     raise ValueError(
                         f"{self.metrics} is damaged in line {number} ({error}): remove that line"
                     ) from None
         return records
 
+    def environment(self) -> dict[str, Any]:
+        """What it was made with, as far as it is known."""
+        path = self.folder / ENVIRONMENT
+        return read_object(path) if path.exists() else {}
+
     def rewind(self, step: int, between: bool = False) -> None:
         """Drops the metrics of steps that will be taken again; where the run goes on between two
         lines of losses, also the line with which it had ended there: the next will cover it."""
         if self.metrics.exists():
-            lines = self.metrics.read_text(encoding="utf-8").splitlines()
-            kept = [line for line in lines if _step_of(line) <= step]
+            lines = self.metrics.read_bytes().splitlines()
+            kept = [line.decode() for line in lines if _step_of(line) <= step]
             if between:
                 kept = [line for line in kept if _step_of(line) < step or '"loss"' not in line]
             write_text(self.metrics, "".join(f"{line}\n" for line in kept))
@@ -331,9 +337,17 @@ def commit(file: Path = Path(__file__)) -> str | None:
         return None
 
 
-def _step_of(line: str) -> int:
+def metrics_of(line: str | bytes) -> dict[str, Any]:
+    """What a line of metrics says, of its step at least."""
+    record = json.loads(line)
+    if not isinstance(record, dict) or not isinstance(record.get("step"), int):
+        raise ValueError("it has no step")
+    return record
+
+
+def _step_of(line: str | bytes) -> int:
     """The step of a line of metrics; a line cut short by a kill belongs to none."""
     try:
-        return int(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError):
+        return int(metrics_of(line)["step"])
+    except ValueError:
         return sys.maxsize

@@ -211,6 +211,35 @@ def test_a_file_where_a_folder_should_be(capsys: pytest.CaptureFixture[str], fol
     assert taken.read_text() == "mine"
 
 
+def test_what_may_not_be_read_is_not_called_damaged(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, folder: Path
+) -> None:
+    """A memory file of somebody else is whole, and a folder that is there is not missing."""
+    (closed := folder / "closed").touch()
+
+    def refuse(path: Path, *_: object, **__: object) -> bytes:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr("safetensors.safe_open", refuse)
+        patch.setattr(Path, "read_bytes", refuse)
+        line = refused(capsys, f"inspect {closed}")
+    assert f"{closed}: no permission: change that, or choose another place" in line
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    line = refused(capsys, f"read x --save {folder}/memory")
+    assert f"{folder}: no permission" in line
+
+
+def test_closed_streams() -> None:
+    """As cron and daemons have them: what is printed goes nowhere, and nothing fails."""
+    command = f"{shlex.quote(sys.executable)} -m melodi"
+    for line, code in (("memory >&-", 0), ("memory >&- 2>&-", 0), ("none 2>&-", 2)):
+        assert subprocess.run(f"{command} {line}", shell=True).returncode == code, line
+    done = subprocess.run(f"{command} read - <&-", shell=True, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr.endswith("- is standard input, which is closed: give a file\n")
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_devices_that_are_absent(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
     """A device that this machine lacks is refused before anything is made."""
@@ -231,6 +260,9 @@ def test_devices_that_are_absent(capsys: pytest.CaptureFixture[str], folder: Pat
         (torch.OutOfMemoryError("CUDA"), 2, "melodi: error: out of memory: choose a smaller"),
         (RuntimeError("[enforce fail] can't allocate memory"), 2, "melodi: error: out of memory"),
         (OSError("disk full"), 2, "melodi: error: disk full\n"),
+        (OSError(28, "No space left on device"), 2, "melodi: error: no space left on device\n"),
+        (OSError(5, "I/O error", "a"), 2, "melodi: error: a: i/O error\n"),
+        (PermissionError(13, "Denied", "a"), 2, "melodi: error: a: no permission: change that"),
     ],
 )
 def test_known_errors_are_one_line(

@@ -164,7 +164,7 @@ def test_mistakes_in_reading(
         f"read {binary} --run {run}": "is binary: give a text",
         f"read {empty} --run {run}": "is empty: give something to read",
         f"read {book} --run {run} --rows 0": "--rows 0 must be at least 1",
-        f"read {book} --run {run} --save /none/x": "--save /none/x cannot be written",
+        f"read {book} --run {run} --save /none/x": "--save /none/x cannot be written: there is no",
         f"read {book} --run {run} --save {tmp_path}": "is a folder: give a file",
         f"read {book} {book} --run {run} --save {tmp_path}/x": "--save is for one document",
         f"read {book} {book} --run {run} --memory x": "--memory is for one document",

@@ -233,8 +233,10 @@ def test_meetings_leave_the_reading_alone() -> None:
     assert point["tokens"] == 3 * (window - 1)
     assert point["documents"] == 3
     assert point["remembered"]["low"] < point["remembered"]["high"]
-    with pytest.raises(ValueError, match="no two documents have 13 tokens"):
+    with pytest.raises(ValueError, match="the split has 1: choose another --split"):
         forgetting(model, documents(1, 60))
+    with pytest.raises(ValueError, match="no two documents have 13 tokens"):
+        forgetting(model, documents(2, 12))
     with pytest.raises(ValueError, match="the documents have 2 windows of 6 tokens"):
         forgetting(model, documents(2, 14))
 

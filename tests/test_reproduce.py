@@ -18,7 +18,7 @@ from melodi.cli import main
 from melodi.config import PRESETS, sandwich
 from melodi.data.prepare import prepare
 from melodi.data.store import TokenStore
-from melodi.files import locked, read_json
+from melodi.files import locked, read_json, write_json
 from melodi.paper import estimate, figures, numbers
 from melodi.paper.plan import Planned, configs_of, plan, settings_for, slug, state_of
 from melodi.paper.recipe import EQUAL, Row
@@ -508,7 +508,21 @@ def test_a_run_is_repeated_as_it_was_made(
         line = refused(capsys, f"reproduce '{run}' --out '{tmp_path}/again' {flag}")
         assert f"{flag.split()[0]} is for recipes: a run is repeated as it was made" in line
     assert "is the run itself" in refused(capsys, f"reproduce '{run}' --out '{run}'")
+    repeat = f"reproduce '{run}' --out '{tmp_path}/again' --device cpu"
+    config, record = run / "config.json", run / "eval-test.json"
+    whole = read_json(config), read_json(record)
+    write_json(config, {**whole[0], "train": {**whole[0]["train"], "steps": 9}})
+    assert "stands at step 2 of 9: train it to its end first" in refused(capsys, repeat)
+    write_json(config, whole[0])
+    for damage, message in (({}, "lacks 'split'"), ([], "holds no JSON object")):
+        write_json(record, damage)
+        assert f"eval-test.json is damaged: it {message}" in refused(capsys, repeat)
     assert not (tmp_path / "again").exists()
+    write_json(record, {**whole[1], "perplexity": 1.0})
+    with pytest.raises(SystemExit) as end:
+        main(shlex.split(repeat))
+    assert end.value.code == 1
+    assert "differs by +" in capsys.readouterr().out
 
 
 def test_mistakes_are_one_line(
@@ -522,6 +536,7 @@ def test_mistakes_are_one_line(
         "reproduce copy --json": "--json is for the plan: add --list",
         f"reproduce copy {data} --rows S1": "--rows 'S1' is not in copy: choose from 'S96+L96, cop",
         f"reproduce copy {data} --seeds 0": "--seeds 0 must be at least 1",
+        f"reproduce copy {data} --seeds 100000000": "--seeds 100000000 must be at most 1000",
         "reproduce copy --data /none": "/none is no token store",
         "report": "no folder was given",
     }

@@ -67,6 +67,7 @@ BAD = [
     *[(CONFIG, {name: 0}) for name in ("validate_every", "validation_tokens", "horizon")],
     *[(CONFIG, {"clip": bad}) for bad in (-1.0, float("nan"), float("inf"), "1", None)],
     *[(CONFIG, {"seed": bad}) for bad in (-1, 1 << 24, 0.5)],
+    (CONFIG, {"rows": 10**9}),
     (CONFIG, {"precision": "fp8"}),
     (CONFIG, {"optimizer": None}),
     (Execution(), {"sharding": "tensor"}),
@@ -325,9 +326,12 @@ def test_a_cut_line_of_metrics(finished: Path) -> None:
     with metrics.open("a") as file:
         file.write('{"step": 9, "lo')
     assert Run(finished).read_metrics() == records
-    metrics.write_text("{}\n" + '{"step": 9, "lo\n' + "{}\n")
-    with pytest.raises(ValueError, match=r"metrics.jsonl is damaged in line 2"):
-        Run(finished).read_metrics()
+    for damage in (b'{"step": 9, "lo\n', b"{}\n", b"[]\n", b'{"step": "9"}\n', b'{"step": \xff}\n'):
+        metrics.write_bytes(b'{"step": 1}\n' + damage)
+        with pytest.raises(ValueError, match=r"metrics.jsonl is damaged in line 2 \(.*remove"):
+            Run(finished).read_metrics()
+    Run(finished).rewind(1)
+    assert Run(finished).read_metrics() == [{"step": 1}]
 
 
 def test_a_dialect_that_has_changed(finished: Path) -> None:

@@ -6,6 +6,7 @@ user can cause is one line on standard error and exit code 2; Ctrl-C is 130, SIG
 
 import contextlib
 import io
+import os
 import signal
 import sys
 from collections.abc import Iterator
@@ -32,6 +33,7 @@ COMMANDS = {
 def main(args: list[str] | None = None) -> None:
     """The entry point of the `melodi` command."""
     args = sys.argv[1:] if args is None else args
+    open_closed_streams()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a locale without "…" prints "?" instead
             stream.reconfigure(errors="replace")
@@ -44,18 +46,37 @@ def main(args: list[str] | None = None) -> None:
         sys.exit(1)
     except (NotADirectoryError, FileExistsError) as error:
         fail(f"{error.filename or error}: a file is where a folder should be: choose another place")
-    except (ValueError, OSError, OverflowError) as error:
+    except PermissionError as error:
+        fail(f"{error.filename or error}: no permission: change that, or choose another place")
+    except OSError as error:
+        fail(spoken(error))
+    except (ValueError, OverflowError) as error:
         fail(str(error))
     except (MemoryError, RuntimeError) as error:
         if not out_of_memory(error):
             raise
-        fail(f"out of memory: choose a smaller model or fewer rows. {error}")
+        fail(f"out of memory: choose a smaller model, fewer rows or shorter segments. {error}")
     except KeyboardInterrupt as stop:
         # A command that ended in order says how to go on, and which signal it was.
         message = stop.args[0] if stop.args else "interrupted"
         number = stop.args[1] if len(stop.args) > 1 else signal.SIGINT
         print(f"melodi: {message}", file=sys.stderr)
         sys.exit(128 + number)
+
+
+def open_closed_streams() -> None:
+    """Where a daemon has closed them, what is printed goes nowhere."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
+
+
+def spoken(error: OSError) -> str:
+    """What the system says, without its number, and of which file, if it says that."""
+    if error.strerror is None:  # ours, in whole sentences
+        return str(error)
+    place = "" if error.filename is None else f"{error.filename}: "
+    return f"{place}{error.strerror[:1].lower()}{error.strerror[1:]}"
 
 
 @contextlib.contextmanager

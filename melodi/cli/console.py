@@ -133,6 +133,13 @@ def check_at_least(least: int, **values: int | None) -> None:
             raise ValueError(f"--{name.replace('_', '-')} {value} must be at least {least}")
 
 
+def check_at_most(most: int, **values: int | None) -> None:
+    """The same of numbers that may be too large."""
+    for name, value in values.items():
+        if value is not None and value > most:
+            raise ValueError(f"--{name.replace('_', '-')} {value} must be at most {most}")
+
+
 MOST_THREADS = 1024
 """Far more, and torch ends the process without a word."""
 
@@ -140,8 +147,7 @@ MOST_THREADS = 1024
 def use_threads(threads: int | None) -> None:
     """All of torch's threads are set here and nowhere else; threads.py shares them out."""
     check_at_least(1, threads=threads)
-    if threads is not None and threads > MOST_THREADS:
-        raise ValueError(f"--threads {threads} must be at most {MOST_THREADS}")
+    check_at_most(MOST_THREADS, threads=threads)
     if threads is not None:
         import torch
 

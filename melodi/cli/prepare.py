@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -82,6 +83,11 @@ def prepare_whole(options: PrepareArgs) -> None:
         options.test_share,
     )
     show(store, options.json)
+    if options.vocab_size is not None and store.vocab_size < options.vocab_size:
+        print(
+            f"melodi: the training documents give a vocabulary of {store.vocab_size:,} and no more",
+            file=sys.stderr,
+        )
 
 
 def prepare_one_shard(options: PrepareArgs) -> None:

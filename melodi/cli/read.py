@@ -1,5 +1,6 @@
 """`melodi read`: documents to what each token cost, and to a memory file."""
 
+import errno
 import os
 import sys
 from collections.abc import Iterable
@@ -108,8 +109,10 @@ def check_place(path: Path | None) -> None:
     if path.exists() and not path.is_file():
         kind = "a folder" if path.is_dir() else "a device or a pipe"
         raise ValueError(f"--save {path} is {kind}: give a file")
-    if not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
-        raise ValueError(f"--save {path} cannot be written: is there a folder {path.parent}?")
+    if not path.parent.is_dir():
+        raise ValueError(f"--save {path} cannot be written: there is no folder {path.parent}")
+    if not os.access(path.parent, os.W_OK):
+        raise PermissionError(errno.EACCES, "no permission", str(path.parent))
 
 
 def follow(model: "LanguageModel", document: "Document", options: ReadArgs) -> "TextRead":

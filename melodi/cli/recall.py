@@ -16,7 +16,7 @@ from melodi.cli.console import (
     print_table,
     use_threads,
 )
-from melodi.files import json_text, read_json, write_json
+from melodi.files import json_text, read_object, write_json
 
 TaskName = Literal["passkey", "needle", "mqar", "facts", "rewrite", "copy", "forgetting"]
 OF_RUNS = ("forgetting", "passkey")
@@ -153,7 +153,7 @@ def finished(path: Path, settings: dict[str, Any]) -> dict[str, Any] | None:
     """What was made before with the same settings."""
     if not path.exists():
         return None
-    record: dict[str, Any] = read_json(path)
+    record = read_object(path)
     if json_text(record.get("settings")) != json_text(settings):
         raise ValueError(
             f"{path} was made with other settings: choose another --out, or remove the file"

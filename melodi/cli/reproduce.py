@@ -1,5 +1,6 @@
 """`melodi reproduce`: a table or figure of the paper, as a plan or as runs and a report."""
 
+import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -10,6 +11,7 @@ from melodi.cli.console import (
     Precision,
     Texts,
     check_at_least,
+    check_at_most,
     check_not_given,
     device_named,
     parse,
@@ -23,6 +25,8 @@ if TYPE_CHECKING:
     from melodi.paper.plan import Settings
 
 
+MOST_SEEDS = 1000
+"""Each is a run of every row."""
 OF_RECIPES = [
     "scale",
     "seeds",
@@ -84,6 +88,7 @@ def reproduce(args: list[str]) -> None:
     """
     options = parse(ReproduceArgs, reproduce, args)
     check_at_least(1, seeds=options.seeds, tokens=options.tokens, eval_tokens=options.eval_tokens)
+    check_at_most(MOST_SEEDS, seeds=options.seeds)
     if options.json and not options.list:
         raise ValueError("--json is for the plan: add --list")
     if options.device is not None:
@@ -154,22 +159,24 @@ def run_recipe(options: ReproduceArgs, settings: "Settings", store: "TokenStore 
 
 
 def repeat_run(options: ReproduceArgs) -> None:
-    """With as many threads as the run had, which decide how sums are rounded."""
-    from melodi.files import read_json
+    """With as many threads as the run had, which decide how sums are rounded. Exit code 1 says, as
+    that of diff does, that something differs."""
     from melodi.paper.reproduce import repeat
-    from melodi.run import ENVIRONMENT, Run
+    from melodi.run import Run
     from melodi.training.distributed import processes
 
     run = Run(options.name)
     check_not_given(options, OF_RECIPES, "is for recipes: a run is repeated as it was made")
-    environment = run.folder / ENVIRONMENT
-    threads = read_json(environment).get("cpu_threads") if environment.exists() else None
-    use_threads(options.threads or threads)
+    use_threads(options.threads or run.environment().get("cpu_threads"))
     store = run.open_store(options.data)
+    differs = False
     with processes(options.device) as group:
         for name, before, now in repeat(run.folder, options.out, store, group):
             same = "the same" if now == before else f"differs by {now - before:+.3g}"
             print(f"{name}: perplexity {before} in {run.folder}, {now} in {options.out}: {same}")
+            differs = differs or now != before
+    if differs:
+        sys.exit(1)
 
 
 def show_plan(options: ReproduceArgs, settings: "Settings", store: "TokenStore | None") -> None:

@@ -7,6 +7,8 @@ from melodi.config.checks import check_least, check_types, from_dict
 
 SEEDS, MOST_STEPS = 1 << 24, 1 << 28
 """Both share the 64 bits of a step's seed, with 12 bits for the process."""
+MOST_ROWS = 1 << 16
+"""Far more, and where each of them stands fills the memory before anything is read."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,7 @@ class TrainConfig:
         check_types(self)
         check_least(self, steps=1, horizon=1, seed=0, rows=1, turns=1, segment_windows=1)
         check_least(self, accumulate=1, clip=0, validate_every=1, validation_tokens=1, save_every=1)
-        for name, end in (("seed", SEEDS), ("steps", MOST_STEPS)):
+        for name, end in (("seed", SEEDS), ("steps", MOST_STEPS), ("rows", MOST_ROWS)):
             if getattr(self, name) >= end:
                 raise ValueError(f"{name}={getattr(self, name)} must be below {end}")
 

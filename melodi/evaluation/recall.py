@@ -152,7 +152,12 @@ def longest(documents: Documents, rows: int, window: int, windows: int) -> Tenso
     order = np.argsort(documents.lengths, kind="stable")[::-1][:rows]
     enough = int((documents.lengths[order] > windows * window).sum())
     chosen = order[: max(enough, 2)]
-    length = int(documents.lengths[chosen].min()) if len(chosen) > 1 else 0
+    if len(chosen) < 2:
+        raise ValueError(
+            f"documents are compared, and the split has {len(documents)}: choose another --split, "
+            "or prepare more documents"
+        )
+    length = int(documents.lengths[chosen].min())
     if length <= 2 * window:
         raise ValueError(
             f"no two documents have {2 * window + 1} tokens, two windows: give longer ones"

@@ -80,6 +80,8 @@ def documents_in(names: Sequence[str], text_column: str = "text") -> Iterator[Do
     for name in names:
         path = Path(name)
         if name == "-":
+            if sys.stdin is None:
+                raise ValueError("- is standard input, which is closed: give a file")
             yield Document(name, partial(decoded_blocks, sys.stdin.buffer))
         elif name.endswith(RECORDS):
             yield from file_documents(path, name, text_column, None)

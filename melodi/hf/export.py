@@ -22,11 +22,11 @@ from melodi.data.tokenizer import (
     SentencePieceTokenizer,
     Tokenizer,
 )
-from melodi.files import read_header, read_json, write_text
+from melodi.files import read_header, read_object, write_text
 from melodi.hf.modeling import MelodiForCausalLM
 from melodi.hf.pieces import MelodiSentencePiece
 from melodi.model import LanguageModel
-from melodi.run import ENVIRONMENT, Run, load, run_folder, weights_file
+from melodi.run import Run, load, run_folder, weights_file
 
 
 def export(run: str | Path, folder: str | Path) -> Path:
@@ -119,8 +119,7 @@ def card(run: Run, core: LanguageModel) -> str:
 def run_facts(run: Run, core: LanguageModel) -> dict[str, str]:
     config, train, _ = run.configs()
     weights = weights_file(run.folder)
-    path = run.folder / ENVIRONMENT
-    made_with = read_json(path) if path.exists() else {}
+    made_with = run.environment()
     return {
         "preset": str(run.read_config().get("preset") or "none"),
         "layers": ", ".join(config.layers),
@@ -137,7 +136,10 @@ def run_facts(run: Run, core: LanguageModel) -> dict[str, str]:
 
 def evaluations(run: Run) -> str:
     """A line for each whole split that `melodi eval` has read."""
-    records = [read_json(path) for path in sorted(run.folder.glob("eval-*.json"))]
+    records = [
+        read_object(path, "split", "documents", "step", "perplexity", "perplexity_without_memory")
+        for path in sorted(run.folder.glob("eval-*.json"))
+    ]
     lines = [
         f"| {record['split']}, {record['documents']} documents, step {record['step']} "
         f"| {shown(record['perplexity'])} | {shown(record['perplexity_without_memory'])} |"

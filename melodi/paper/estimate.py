@@ -70,7 +70,7 @@ def estimate(
     planned: Planned, settings: Settings, store: TokenStore | None, speed: float | None
 ) -> Estimate:
     state = state_of(planned, settings)
-    step = 0 if state == "new" else step_of(planned)
+    step = 0 if state == "new" else step_of(planned.run)
     left = training_flops(planned) * (1 - min(step / planned.train.steps, 1))
     if store is not None and state != "done":
         left += reading_flops(planned, settings, store, left)

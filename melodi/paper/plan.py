@@ -18,7 +18,7 @@ from melodi.config.checks import from_dict
 from melodi.config.training import TrainConfig
 from melodi.data.store import TokenStore
 from melodi.evaluation.record import record_name
-from melodi.files import read_header, read_json, write_json
+from melodi.files import read_header, read_object, write_json
 from melodi.paper.recipe import Recipe, Row
 from melodi.paper.recipes import recipe_named
 from melodi.paper.scales import Scale
@@ -52,7 +52,7 @@ class Settings:
 
     @classmethod
     def read(cls, folder: Path) -> "Settings":
-        values = read_json(folder / RECIPE)
+        values = read_object(folder / RECIPE)
         try:
             return from_dict(cls, {**values, "scale": from_dict(Scale, values["scale"])})
         except (KeyError, TypeError, ValueError) as error:
@@ -203,15 +203,14 @@ def first_difference(ours: Any, wanted: Any) -> str:
 def state_of(planned: Planned, settings: Settings) -> State:
     if not planned.run.started:
         return "new"
-    if step_of(planned) < planned.train.steps:
+    if step_of(planned.run) < planned.train.steps:
         return "begun"
     return "done" if is_evaluated(planned, settings) else "trained"
 
 
-def step_of(planned: Planned) -> int:
+def step_of(run: Run) -> int:
     """The last step that is on disk: of a checkpoint, or, where weights were left out of a copy of
     the run, of its metrics."""
-    run = planned.run
     if run.checkpoints.exists():
         return max(Checkpoints(run.checkpoints, 1).steps(), default=0)
     steps = [record["step"] for record in run.read_metrics() if "loss" in record]
@@ -223,7 +222,7 @@ def is_evaluated(planned: Planned, settings: Settings) -> bool:
     path = planned.folder / settings.record_name
     if not path.exists():
         return False
-    record = read_json(path)
+    record = read_object(path)
     same = (
         record.get("max_tokens") == settings.eval_tokens
         and record.get("own_store", True)

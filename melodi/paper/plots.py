@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from melodi.drawing import pyplot, save
-from melodi.files import read_json
+from melodi.files import read_object
 from melodi.run import Run
 
 
@@ -28,7 +28,7 @@ def plot_loss(axes: Any, metrics: list[dict[str, Any]]) -> None:
         if points:
             axes.plot(*zip(*points, strict=True), style, label=label, markersize=4)
     axes.set(xlabel="step", ylabel="nats per token", title="Loss")
-    axes.legend()
+    explain(axes)
 
 
 def plot_gates(axes: Any, metrics: list[dict[str, Any]]) -> None:
@@ -37,8 +37,7 @@ def plot_gates(axes: Any, metrics: list[dict[str, Any]]) -> None:
         points = [(record["step"], record[name]) for record in metrics if name in record]
         axes.plot(*zip(*points, strict=True), label=f"layer {name.partition('/')[2]}")
     axes.set(xlabel="step", ylabel="α, mean over heads", title="Share of long-term memory")
-    if names:
-        axes.legend()
+    explain(axes)
 
 
 def plot_positions(axes: Any, folder: Path) -> None:
@@ -49,10 +48,16 @@ def plot_positions(axes: Any, folder: Path) -> None:
     )
     if not found:
         return
-    result = read_json(found[-1])
+    result = read_object(found[-1])
     for key, label in (("by_position", "memory kept"), ("by_position_without_memory", "dropped")):
         points = [(bucket["first"], bucket["nats"]) for bucket in result.get(key, ())]
         if points:
             axes.plot(*zip(*points, strict=True), "o-", label=label, markersize=4)
     axes.set_xscale("log", base=2)
-    axes.legend()
+    explain(axes)
+
+
+def explain(axes: Any) -> None:
+    """A legend, where there is something to explain."""
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend()

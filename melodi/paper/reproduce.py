@@ -13,7 +13,7 @@ from typing import Any
 from melodi.config.training import Execution
 from melodi.data.store import TokenStore
 from melodi.evaluation.record import evaluate_run, write_record
-from melodi.files import locked, read_json
+from melodi.files import locked, read_object
 from melodi.paper.plan import (
     RECIPE,
     Planned,
@@ -22,8 +22,9 @@ from melodi.paper.plan import (
     check,
     plan,
     state_of,
+    step_of,
 )
-from melodi.run import ENVIRONMENT, Run, load
+from melodi.run import Run, load
 from melodi.training.distributed import Processes
 from melodi.training.trainer import train
 
@@ -131,11 +132,19 @@ def repeat(
     if out.resolve() == folder.resolve():
         raise ValueError(f"--out {out} is the run itself: choose another folder")
     if changed := changed_meaning(run):
-        path = folder / ENVIRONMENT
-        commit = read_json(path).get("commit") if path.exists() else None
+        commit = run.environment().get("commit")
         raise ValueError(f"{folder} is {changed}: check out its commit, {commit}, to repeat it")
-    found = {path.name: read_json(path) for path in sorted(folder.glob("*eval-*.json"))}
-    precision = run.configs()[1].precision
+    model, config, _ = run.configs()
+    if (step := step_of(run)) < config.steps:
+        raise ValueError(
+            f"{folder} stands at step {step} of {config.steps}: train it to its end first, with "
+            f"melodi train --out {folder} --resume"
+        )
+    found = {
+        path.name: read_object(path, "split", "max_tokens", "perplexity")
+        for path in sorted(folder.glob("*eval-*.json"))
+    }
+    precision = config.precision
     records = {
         name: record
         for name, record in found.items()
@@ -145,7 +154,6 @@ def repeat(
         raise ValueError(
             f"{folder} has no evaluation on its own store to compare with: melodi eval {folder}"
         )
-    model, config, _ = run.configs()
     pairs = []
 
     def compare() -> None:

@@ -15,12 +15,11 @@ from numpy.typing import NDArray
 
 from melodi.config import ModelConfig
 from melodi.evaluation.intervals import Interval, bootstrap, paired
-from melodi.files import read_json
+from melodi.files import read_object
 from melodi.paper.estimate import training_time
 from melodi.paper.plan import Planned, Settings, plan, state_of, step_of
 from melodi.paper.recipe import Recipe, Row
 from melodi.paper.recipes import recipe_named
-from melodi.run import ENVIRONMENT
 
 Floats = NDArray[np.float64]
 
@@ -190,11 +189,10 @@ def gather(folder: Path) -> Results:
 
 def result_of(planned: Planned, settings: Settings) -> Result:
     done = state_of(planned, settings) == "done"
-    environment = planned.folder / ENVIRONMENT
     return Result(
         planned,
-        step_of(planned),
-        read_json(planned.folder / settings.record_name) if done else None,
+        step_of(planned.run),
+        read_object(planned.folder / settings.record_name) if done else None,
         training_time(planned.run)[1],
-        read_json(environment) if environment.exists() else {},
+        planned.run.environment(),
     )
