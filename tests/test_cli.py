@@ -260,8 +260,8 @@ def test_devices_that_are_absent(capsys: pytest.CaptureFixture[str], folder: Pat
         (torch.OutOfMemoryError("CUDA"), 2, "melodi: error: out of memory: choose a smaller"),
         (RuntimeError("[enforce fail] can't allocate memory"), 2, "melodi: error: out of memory"),
         (OSError("disk full"), 2, "melodi: error: disk full\n"),
-        (OSError(28, "No space left on device"), 2, "melodi: error: no space left on device\n"),
-        (OSError(5, "I/O error", "a"), 2, "melodi: error: a: i/O error\n"),
+        (OSError(28, "No space left on device"), 2, "melodi: error: No space left on device\n"),
+        (OSError(5, "I/O error", "a"), 2, "melodi: error: a: I/O error\n"),
         (PermissionError(13, "Denied", "a"), 2, "melodi: error: a: no permission: change that"),
     ],
 )

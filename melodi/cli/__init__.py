@@ -75,8 +75,7 @@ def spoken(error: OSError) -> str:
     """What the system says, without its number, and of which file, if it says that."""
     if error.strerror is None:  # ours, in whole sentences
         return str(error)
-    place = "" if error.filename is None else f"{error.filename}: "
-    return f"{place}{error.strerror[:1].lower()}{error.strerror[1:]}"
+    return error.strerror if error.filename is None else f"{error.filename}: {error.strerror}"
 
 
 @contextlib.contextmanager
