@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,7 +21,7 @@ from melodi.cli import COMMANDS, main
 from melodi.config import PRESETS
 from melodi.data.detokenizer import CONTEXT, Detokenizer
 from melodi.data.tokenizer import ByteTokenizer, Tokenizer, train_tokenizer
-from melodi.files import read_json
+from melodi.files import read_header, read_json
 from melodi.run import Run
 from melodi.stream import StreamReader
 
@@ -225,6 +226,16 @@ def test_what_may_not_be_read_is_not_called_damaged(
         patch.setattr(Path, "read_bytes", refuse)
         line = refused(capsys, f"inspect {closed}")
     assert f"{closed}: no permission: change that, or choose another place" in line
+
+    def call_missing(*_: object, **__: object) -> None:  # as the library does
+        raise FileNotFoundError("No such file or directory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("safetensors.safe_open", call_missing)
+        with pytest.raises(PermissionError):
+            read_header(closed)
+        with pytest.raises(FileNotFoundError, match="does not exist"):
+            read_header(folder / "none")
     monkeypatch.setattr(os, "access", lambda *_: False)
     line = refused(capsys, f"read x --save {folder}/memory")
     assert f"{folder}: no permission" in line
@@ -391,6 +402,23 @@ def test_an_error_begins_its_own_line(
         out, err = capsys.readouterr()
         assert out == written
         assert err.startswith("melodi: error: ")
+
+
+def test_a_damaged_record_is_named(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By whoever reads it."""
+    shutil.copytree(folder / "run", run := folder / "with a record")
+    (run / "eval-test.json").write_text("[]")
+    line = refused(capsys, f"report '{run}'")
+    assert "eval-test.json is damaged: it holds no JSON object" in line
+
+
+def test_a_vocabulary_that_is_smaller_than_wished(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Documents have only so many pieces, and that is said."""
+    capsys.readouterr()
+    main(shlex.split(f"prepare {folder}/books --out {folder}/wide --vocab-size 60000"))
+    assert "the training documents give a vocabulary of" in capsys.readouterr().err
 
 
 def test_report_takes_any_name(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
