@@ -17,7 +17,7 @@ from test_reproduce import TINY
 from melodi.paper.plan import Settings, plan
 from melodi.paper.recipe import Claim
 from melodi.paper.recipes import RECIPES
-from melodi.paper.report import main_table, write_report
+from melodi.paper.report import main_table, places_table, write_report
 from melodi.paper.results import gather
 from melodi.paper.verdicts import Noise, judge, judge_all, noise_of, scatter_of, squares_of
 
@@ -58,6 +58,8 @@ def make_recipe(out: Path, name: str, effect: Effect, seeds: int = 1, documents:
             "perplexity_without_memory": 100.0 * one.seed,
             "max_tokens": None,
             "step": one.train.steps,
+            "by_place_in_window": places(one.model.window, more),
+            "by_position": places(4 * one.model.window, more),
             "per_document": [
                 {"document": i + documents, "predictions": int(count[i]), "nats": float(nats[i])}
                 for i in range(DOCUMENTS)
@@ -65,6 +67,12 @@ def make_recipe(out: Path, name: str, effect: Effect, seeds: int = 1, documents:
         }
         (one.folder / "eval-test.json").write_text(json.dumps(record))
     return out / name
+
+
+def places(last: int, more: float) -> list[dict[str, float]]:
+    """Tallies of a record by place, in buckets that double: the effect is at the first place."""
+    first = [1 << i for i in range(last.bit_length())]
+    return [{"first": i, "nats": 3.0 + more * (i == 1), "predictions": 9} for i in first]
 
 
 def marks(folder: Path) -> list[str]:
@@ -282,6 +290,30 @@ def test_chance_is_that_of_the_seeds_and_rows_of_a_claim(tmp_path: Path) -> None
     assert 1.5 * noise.bound(2, 2) < 0.1
 
 
+def test_where_rows_differ(tmp_path: Path) -> None:
+    """Nats by place in the window are those of a row less those of the reference, averaged over the
+    seeds that both have; rows without memory, or with another window, have no part in it."""
+    effects = {"Transformer-XL": 0.2, "Memorizing": 0.1, "Melodi S128+L64": 0.4, "no memory": 9.0}
+
+    def effect(label: str, seed: int) -> float | None:
+        one = effects.get(label)
+        return None if one is None or (label, seed) == ("Memorizing", 2) else seed * one
+
+    results = gather(make_recipe(tmp_path, "baselines", effect, seeds=2))
+    found = {row.row.label: by for row, by in results.differences_by_place("by_place_in_window")}
+    assert found.keys() == {"Transformer-XL", "Memorizing"}
+    assert found["Transformer-XL"] == pytest.approx({1: -0.3, 2: 0.0, 4: 0.0, 8: 0.0})
+    assert found["Memorizing"] == pytest.approx({1: -0.3, 2: 0.0, 4: 0.0, 8: 0.0})
+    table = places_table(results)
+    assert table.columns == ["to Melodi S128+L64, at token", "1", "2 to 3", "4 to 7", "8"]
+    assert list(table.rows[0]) == ["Transformer-XL", "-0.300", "+0.000", "+0.000", "+0.000"]
+
+    windows = gather(make_recipe(tmp_path, "window-size", lambda label, _: 0.0))
+    labels = [row.row.label for row, _ in windows.differences_by_place("by_position")]
+    assert labels
+    assert all(label.endswith("window 512") for label in labels)
+
+
 def test_memory_dropped_is_a_mean_of_nats(tmp_path: Path) -> None:
     """As perplexity with memory is."""
     results = gather(make_recipe(tmp_path, "branching", with_branching(0.1), seeds=2))
@@ -410,7 +442,7 @@ def test_the_page_needs_no_other_file(tmp_path: Path, capsys: pytest.CaptureFixt
     page = Page()
     page.feed(text := (folder / "report.html").read_text())
     assert not page.open
-    assert len(page.places) == 2
+    assert len(page.places) == 3
     assert all(place.startswith("data:image/png;base64,") for place in page.places)
     assert "://" not in re.sub(r"base64,[^\"]*", "", text)
     words = " ".join(page.words)

@@ -173,15 +173,26 @@ def systems() -> Recipe:
         Row(name, Shape(short=WINDOW, long=long), {}, name)
         for name, long in (("Melodi S512", 0), ("Melodi S512+L16", 16))
     ]
+    cache, nothing = "Transformer-XL", "no memory"
+    remembering = [row.label for row in (*rows, *whole) if row.label != nothing]
+    claims = [Claim((name,), (nothing,), "is its memory worth anything") for name in remembering]
+    claims += [
+        Claim((name,), (cache,), "is it worth more than a cache")
+        for name in remembering
+        if name != cache
+    ]
     return Recipe(
         name="systems",
         title="All memory systems at equal parameters and tokens",
         rows=(*rows, *whole),
         reference=DEFAULT,
+        claims=tuple(claims),
+        asked="What each memory is worth",
         ablation=False,
         equal=True,
         remarks=(
-            "Beyond the paper: there are no numbers and no claims of it to compare with.",
+            "Beyond the paper: it has no numbers of these rows together, and does not claim what "
+            "is asked below.",
             "Melodi S512 compresses nothing: it hands on as many tokens as a window has, in half "
             "of Transformer-XL's floats, and has no long-term memory. S512+L16 has one, and still "
             "fewer floats than Transformer-XL.",

@@ -65,6 +65,38 @@ def draw_losses(results: Results, path: Path) -> bool:
     return True
 
 
+def draw_places(results: Results, path: Path) -> bool:
+    """By how much rows with memory differ from the one that all are compared with, and where: by
+    place in the window, and by place in the document once there is something to remember."""
+    plot, reference = plotting(), results.reference
+    if plot is None or reference is None:
+        return False
+    panels = [
+        ("by_place_in_window", 1, "place in the window, tokens"),
+        ("by_position", reference.model.window, "place in the document, tokens"),
+    ]
+    found = {key: results.differences_by_place(key) for key, _, _ in panels}
+    if not any(found.values()):
+        return False
+    figure, both = plot.subplots(1, 2, figsize=(13, 5), layout="constrained", sharey=True)
+    for axes, (key, first, label) in zip(both, panels, strict=True):
+        for (row, by), (colour, marker) in zip(found[key], LOOKS, strict=False):
+            points = [(place, nats) for place, nats in by.items() if place >= first]
+            x, y = zip(*points, strict=True)
+            look = dict(color=colour, marker=marker, markersize=5, linewidth=1.2)
+            axes.plot(x, y, label=row.row.label, **look)
+        axes.axhline(0.0, color="black", linestyle=":")
+        axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter(lambda x, _: f"{x:,.0f}")
+        axes.set_xlabel(label)
+        axes.grid(alpha=0.25)
+    both[0].set_ylabel(f"nats per token, less those of {reference.row.label}")
+    handles, labels = both[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside right center", fontsize=9)
+    save(figure, path, dpi=120)
+    return True
+
+
 def loss_points(
     row: RowResult, metrics: list[dict[str, Any]], steps: int, key: str
 ) -> list[tuple[float, float]]:
@@ -122,12 +154,18 @@ def draw_curve(
     )
     for row, at, value in zip(rows, x, y, strict=True):
         place = dict(textcoords="offset points", xytext=(6, -12 if hollow else 6), fontsize=8)
-        axes.annotate(row.row.note, (at, value), **place)
+        behind = dict(facecolor="white", edgecolor="none", alpha=0.75, pad=0.5)
+        axes.annotate(row.row.note, (at, value), bbox=behind if row.row.note else None, **place)
 
 
 def draw_floor(axes: Any, row: RowResult) -> None:
-    """A row without memory has no place on an axis of memory: a line."""
-    value = row.perplexity.value
+    """A row without memory has no place on an axis of memory: a line, or words at the edge where it
+    is so far away that all else would be squeezed."""
+    value, (low, high) = row.perplexity.value, axes.get_ylim()
+    if value > high + (high - low) / 2:
+        place = dict(xycoords="axes fraction", ha="right", va="top", fontsize=9)
+        axes.annotate(f"{row.row.label}: {value:.2f} ↑", (0.99, 0.99), **place)
+        return
     axes.axhline(value, color="#555555", linestyle=":", linewidth=1.5)
     place = dict(xycoords=("axes fraction", "data"), ha="right", va="bottom", fontsize=9)
     axes.annotate(row.row.label, (0.99, value), **place)

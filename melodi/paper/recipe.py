@@ -42,7 +42,7 @@ class Claim:
     better: tuple[str, ...]
     worse: tuple[str, ...]
     where: str
-    """Its place in the paper."""
+    """Its place in the paper, or the question that it answers."""
     text: str = ""
     """In words; "a better than b" when not given."""
     kind: Literal["better", "equal", "memory"] = "better"
@@ -65,6 +65,8 @@ class Recipe:
     reference: str
     """The row to which every other is compared."""
     claims: tuple[Claim, ...] = ()
+    asked: str = "What the paper claims"
+    """The heading over the claims."""
     axis: str = "memory per document, floats"
     axis_scale: Literal["log", "log2", "linear", "category"] = "log"
     ablation: bool = True

@@ -11,7 +11,7 @@ from typing import Any
 
 from melodi.evaluation.intervals import Interval
 from melodi.files import write_text
-from melodi.paper.figures import draw_figure, draw_losses
+from melodi.paper.figures import draw_figure, draw_losses, draw_places
 from melodi.paper.pages import Block, Heading, Paragraph, Picture, Table, to_html, to_markdown
 from melodi.paper.recipe import EQUAL
 from melodi.paper.results import Result, Results, RowResult, gather
@@ -20,6 +20,7 @@ from melodi.paper.verdicts import BETWEEN_RUNS, Noise, Verdict, judge_all, noise
 from melodi.training.reporting import duration
 
 NOTHING = "–"
+IN_WINDOW = "by_place_in_window"
 
 
 def write_report(folder: Path) -> list[Path]:
@@ -35,7 +36,7 @@ def write_report(folder: Path) -> list[Path]:
 
 def report_blocks(results: Results, folder: Path) -> list[Block]:
     verdicts = judge_all(results)
-    figure, losses = folder / "figure.png", folder / "losses.png"
+    figure, places, losses = (folder / f"{name}.png" for name in ("figure", "places", "losses"))
     blocks: list[Block] = [Paragraph(introduction(results)), main_table(results)]
     blocks += [Paragraph(line) for line in (table_notes(results), *results.recipe.remarks)]
     if draw_figure(results, figure):
@@ -43,9 +44,14 @@ def report_blocks(results: Results, folder: Path) -> list[Block]:
         bars = f"Bars: 95 % interval of the paired difference to {results.reference.row.label}."
         blocks += [Heading("Figure"), Picture(figure, f"{results.recipe.title}. {bars}")]
     if verdicts:
-        blocks += [Heading("What the paper claims"), Paragraph(summary(verdicts))]
+        blocks += [Heading(results.recipe.asked), Paragraph(summary(verdicts))]
         blocks.append(claims_table(verdicts))
-        blocks.append(Paragraph(claims_notes(noise_of(results))))
+        most = max((len(row.evaluated) for row in results.rows), default=0)
+        blocks.append(Paragraph(claims_notes(noise_of(results), most)))
+    if results.differences_by_place(IN_WINDOW):
+        blocks += [Heading("Where rows differ"), places_table(results)]
+        if draw_places(results, places):
+            blocks.append(Picture(places, "Nats per token to the row that all are compared with."))
     if draw_losses(results, losses):
         blocks += [Heading("Loss"), Picture(losses, "Loss of every run, without its first fifth.")]
     blocks += [Heading("Runs"), runs_table(results, folder)]
@@ -168,22 +174,23 @@ def claims_table(verdicts: list[Verdict]) -> Table:
         why = verdict.why or NOTHING
         claim = verdict.claim
         rows.append([verdict.mark, claim.words, claim.where, why, *figures, seeds])
-    return Table(["", "claim", "in the paper", "remark", "Δ nats", "95 %", "seeds"], rows, words=4)
+    return Table(["", "claim", "where", "remark", "Δ nats", "95 %", "seeds"], rows, words=4)
 
 
-def claims_notes(noise: Noise | None) -> str:
+def claims_notes(noise: Noise | None, seeds: int) -> str:
+    """seeds: of the row that has most of them."""
     if noise is None:
         between = (
             "Rows have too few seeds in common, so how runs of one row differ is not known "
             f"here: a difference must be beyond {BETWEEN_RUNS} nats, which has been seen. "
         )
     else:
+        bounds = [f"{noise.bound(n):.3f} ({n})" for n in range(1, seeds + 1)]
         between = (
             f"Runs that differ in their seed alone scatter by {noise.deviation:.4f} nats here (one "
             "standard deviation, what rows and seeds have in common taken off; "
             f"{noise.freedom} degrees of freedom): a difference must be larger than chance makes "
-            f"it in one of twenty tables, {noise.bound(1):.3f} nats with one seed and "
-            f"{noise.bound(2):.3f} with two. "
+            f"it in one of twenty tables, in nats (by number of seeds) {', '.join(bounds)}. "
         )
     return (
         "✓ and ✗: the 95 % interval of the paired difference over documents, pooled over seeds, is "
@@ -191,6 +198,18 @@ def claims_notes(noise: Noise | None) -> str:
         f"say of these runs. {between}"
         f"“As good as” is ✓ within {EQUAL} nats, about {EQUAL:.0%} of perplexity, chance included."
     )
+
+
+def places_table(results: Results) -> Table:
+    """Nats per token to the reference by place in the window, in buckets that double."""
+    found = results.differences_by_place(IN_WINDOW)
+    reference = results.reference
+    assert reference is not None, "there is nothing to compare without it"
+    first = sorted({place for _, by in found for place in by})
+    last = [*[place - 1 for place in first[1:]], reference.model.window]
+    columns = [f"{a}" if a == b else f"{a} to {b}" for a, b in zip(first, last, strict=True)]
+    rows = [[row.row.label, *[f"{by[place]:+.3f}" for place in first]] for row, by in found]
+    return Table([f"to {reference.row.label}, at token", *columns], rows)
 
 
 def runs_table(results: Results, folder: Path) -> Table:

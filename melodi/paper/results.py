@@ -119,6 +119,15 @@ class RowResult:
         """One of the records, seed by seed."""
         return [run.record[key] for run in self.evaluated if run.record]
 
+    def by_place(self, key: str, seeds: set[int]) -> dict[int, float]:
+        """Nats per token by the place of a prediction, the mean over these seeds, of one of the
+        tallies of a record; keyed by the first place of each bucket."""
+        tallies = [(self.seeds[seed].record or {}).get(key, ()) for seed in sorted(seeds)]
+        return {
+            same[0]["first"]: float(np.mean([bucket["nats"] for bucket in same]))
+            for same in zip(*tallies, strict=True)
+        }
+
 
 @dataclass(frozen=True)
 class Results:
@@ -149,6 +158,20 @@ class Results:
         if not seeds:
             return None
         return paired(a.nats_of(seeds), b.nats_of(seeds), counts(a.documents))
+
+    def differences_by_place(self, key: str) -> list[tuple[RowResult, dict[int, float]]]:
+        """Nats per token of rows with memory less those of the reference, place by place. Rows with
+        another window, or without a seed in common, have no places in common with it."""
+        reference, found = self.reference, []
+        for row in self.evaluated:
+            if reference is None or row is reference or not row.floats:
+                continue
+            seeds = common_seeds([row, reference])
+            if seeds and row.model.window == reference.model.window:
+                to = reference.by_place(key, seeds)
+                by = row.by_place(key, seeds)
+                found.append((row, {place: nats - to[place] for place, nats in by.items()}))
+        return [(row, by) for row, by in found if by]
 
 
 def counts(documents: tuple[tuple[int, int], ...]) -> list[int]:
