@@ -58,7 +58,7 @@ class Window(NamedTuple):
 
 
 class LanguageModel(nn.Module):
-    tokenizer: Any
+    tokenizer: Any = None
     """Set by `load`: the tokenizer that the model was trained with."""
     roles: ClassVar = {"summary": "embeddings", "memory": "embeddings"}
 
@@ -116,7 +116,8 @@ class LanguageModel(nn.Module):
     def loss(
         self, tokens_BT: Tensor, targets_BT: Tensor, state: MemoryState
     ) -> tuple[Tensor, MemoryState]:
-        """Mean nats per target, and the memory after the last token.
+        """Mean nats per target, with a gradient plus what layers have of losses of their own; and
+        the memory after the last token.
 
         Nothing is shifted: the target of a token is the token after it, and -1 where there is none.
         """
@@ -219,7 +220,7 @@ class LanguageModel(nn.Module):
             )
         plan, extra_losses = list(turns(state, lengths_B)), []
         known: dict[tuple[object, ...], tuple[Sight, ...]] = {}
-        read_B = plan[-1].next_counters() if plan else (state.windows_B, state.open_B)
+        windows_B, open_B = plan[-1].next_counters() if plan else (state.windows_B, state.open_B)
         if growing and in_place and self._overlaps():
             memory, plan = self._overlapping(plan, memory, rows, known), []
         placed = counters(plan, self.embedding.weight.device)
@@ -238,7 +239,7 @@ class LanguageModel(nn.Module):
                 layer.end_segment(m) for layer, m in zip(self.stack, memory, strict=True)
             )
         state = MemoryState(
-            self.config, Maker(self), *read_B, memory, opening.windows, opening.fill
+            self.config, Maker(self), windows_B, open_B, memory, opening.windows, opening.fill
         )
         x_BTD = F.dropout(self.final_norm(rows.joined()), self.config.dropout, self.training)
         return x_BTD, state, torch.stack(extra_losses).mean() if extra_losses else None

@@ -43,8 +43,8 @@ def token_sights(
 def token_ranges(
     config: ModelConfig, place: int, filled: tuple[frozenset[int], ...]
 ) -> dict[LayerKind, tuple[slice, slice]] | None:
-    """By kind: the keys that a token sees, and where their distances are among those that fall from
-    the most that there are slots; None where tokens need a mask."""
+    """By kind: the slice of the keys that a token sees, and the slice of the biases by distance,
+    farthest first and 0 last, that are theirs; None where tokens need a mask."""
     strict = config.answers.causal_mask == "strict"
     if place == 0 and any(KINDS[kind].read_sees(config) for kind in config.layers):
         return None  # memory tokens run through the stack, and need their own sight

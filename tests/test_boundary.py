@@ -46,7 +46,7 @@ REFUSED = {
     "num_heads=5 does not divide width=12": lambda: config(num_heads=5, head_width=None),
     r"layers=\(\) is empty": lambda: config(layers=()),
     "layer kind 'shrt' is unknown": lambda: config(layers=("shrt",)),
-    "layers mix Melodi with 'xl'": lambda: config(layers=("short", "xl")),
+    "layers mix 'melodi' with 'xl'": lambda: config(layers=("short", "xl")),
     "dialect='english' is unknown": lambda: config(dialect="english"),
     "no field 'activaton': did you mean 'activation'": lambda: config(
         dialect="default,activaton=gelu"

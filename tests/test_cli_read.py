@@ -170,7 +170,7 @@ def test_mistakes_in_reading(
         f"read {book} {book} --run {run} --memory x": "--memory is for one document",
         f"read {book} --run {run} --memory {book}": "not a whole safetensors file",
         f"read {book} --run {run} --memory {several}": "holds 2 documents: give a file of one",
-        f"generate --run {run} --memory {several}": "the reader has 2 rows",
+        f"generate --run {run} --memory {several}": "holds 2 documents: give a file of one",
         f"generate --run {run} --memory {run}/model.safetensors": "is not a memory file",
         f"generate --run {run} --top-p 2": "top_p=2.0 must be above 0 and at most 1",
         f"generate --run {run} --stop ''": "--stop is empty: give some text",

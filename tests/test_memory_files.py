@@ -13,7 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from test_stream import CONFIG, IDS, MODEL, TOLERANCE, Letters, speaking
 from tiny_runs import flip
-from zoo import WINDOW, ZOO, cases, make, random_tokens
+from zoo import KINDS, WINDOW, ZOO, cases, make, random_tokens
 
 from melodi import LanguageModel, MemoryState, ModelConfig, StreamReader
 from melodi.config import PRESETS
@@ -256,6 +256,20 @@ def test_contents_are_what_was_read(tmp_path: Path) -> None:
     ages = slots.view(-1, CONFIG.long_term_tokens).mean(1).flip(0)[:3].tolist()
     assert keys["norm_by_age"] == pytest.approx(ages)
     assert keys["norm"] == pytest.approx(sum(ages) / 3)
+
+
+def test_empty_slots_have_no_norm(tmp_path: Path) -> None:
+    """Slots that nothing was compressed into yet are no part of the mean."""
+    model, path = make(KINDS["compressive"]), tmp_path / "book.memory"
+    for windows, slots in ((1, 0), (2, WINDOW // model.config.compression_rate)):
+        reader = StreamReader(model)
+        reader.read(IDS[:WINDOW] * windows)
+        reader.save(path)
+        held = reader.state.layers[0].compressed_BCD[0]  # type: ignore[attr-defined]
+        assert len(held) > WINDOW // model.config.compression_rate
+        norm = float(held[len(held) - slots :].norm(dim=-1).mean()) if slots else None
+        carried = {one["name"]: one for one in contents(path)["layers"][0]["carried"]}
+        assert carried["compressed_BCD"]["norm"] == pytest.approx(norm)
 
 
 @cases(ZOO)

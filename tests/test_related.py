@@ -234,7 +234,7 @@ def test_laptop_sizes_of_associative_memory() -> None:
         ("no-memory", dict(infini_update="delta"), "infini_update='delta' without effect"),
         ("armt", dict(memory_tokens=0), "memory_tokens=0: a 'armt' layer needs at least 1"),
         ("armt", dict(associative_width=0), "associative_width=0: a 'armt' layer needs"),
-        ("armt", dict(layers=("armt", "infini")), "layers mix Armt with 'infini'"),
+        ("armt", dict(layers=("armt", "infini")), "layers mix 'armt' with 'infini'"),
     ],
 )
 def test_what_cannot_be_built(kind: str, change: dict[str, Any], message: str) -> None:

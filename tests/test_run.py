@@ -384,6 +384,10 @@ def test_an_evaluation_says_what_it_is_about(
     other = prepare([tmp_path / "other.txt"], tmp_path / "other", tokenizer="bytes", workers=1)
     others = evaluate_run(model, run, other, "train")
     half = evaluate_run(model, run, store, "train", precision="bf16")
+    last = evaluate_run(
+        melodi.load(finished, "model.safetensors"), run, store, "train", weights="model.safetensors"
+    )
+    assert (last["weights"], last["step"]) == ("model.safetensors", 8)
     assert write_record(run, part) == finished / "partial-eval-train-20-tokens.json"
     assert write_record(run, half) == finished / "eval-train-bf16.json"
     # Many stores are called alike: the name says which of them.

@@ -158,6 +158,14 @@ def test_a_refused_call_changes_nothing(message: str) -> None:
     torch.testing.assert_close(reader.read(IDS[3:]), expected, **TOLERANCE)
 
 
+def test_a_byte_order_mark_is_not_read() -> None:
+    """At the start of a text, as in `melodi read`; a file gives it whoever opened it as UTF-8."""
+    expected = nats_of(model := speaking(), [0, 1, 2])
+    for source in ("\ufeffabc", io.StringIO("\ufeffabc")):
+        nats = StreamReader(model).read(source)
+        torch.testing.assert_close(nats, expected, equal_nan=True, **TOLERANCE)
+
+
 def test_bytes_are_no_text() -> None:
     """A file that was opened as bytes is refused in words."""
     with pytest.raises(ValueError, match="open it as text"):

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Literal
 
 from melodi.cli.console import Precision, Texts, check_at_least, device_named, parse, use_threads
+from melodi.cli.read import reader_of_one
 
 
 @dataclass
@@ -54,7 +55,6 @@ def generate(args: list[str]) -> None:
     device = device_named(options.device)
     from melodi.data.tokenizer import opening
     from melodi.run import default_run, load
-    from melodi.stream import StreamReader
     from melodi.stream.sampling import Choices, Sampling
 
     prompt = options.prompt
@@ -75,10 +75,7 @@ def generate(args: list[str]) -> None:
     if prompt is not None and not model.tokenizer.encode(prompt):
         raise ValueError(f"--prompt {prompt!r} holds no token: give some text to go on from")
     int8 = options.weights == "int8"
-    if options.memory is None:
-        reader = StreamReader(model, precision=options.precision, int8=int8)
-    else:
-        reader = StreamReader.load(model, options.memory, options.precision, int8)
+    reader = reader_of_one(model, options.memory, options.precision, int8)
     if prompt is not None:
         reader.read(prompt)
     elif options.memory is None:

@@ -54,7 +54,10 @@ def print_contents(found: dict[str, Any]) -> None:
         value = found[name]
         for digest in value if isinstance(value, list) else [value]:
             print(f"{name.replace('_', ' ').removesuffix('s')}: {digest or 'not known'}")
-    print(f"what is expected next is {'' if found['expects_next'] else 'not '}known")
+    if found["expects_next"]:
+        print("the next token can be scored, or generated, at once")
+    else:
+        print("one more token must be read before the next can be scored or generated")
     print_table(
         f"{found['floats_per_document']:,} floats per document",
         ["layer", "carried", "size", "mean norm"],

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from melodi.data.text import Document
     from melodi.evaluation.texts import TextRead
     from melodi.model import LanguageModel
+    from melodi.stream import StreamReader
 
 Files = Annotated[
     tyro.conf.Positional[tuple[str, ...]],
@@ -115,19 +116,25 @@ def check_place(path: Path | None) -> None:
         raise PermissionError(errno.EACCES, "no permission", str(path.parent))
 
 
+def reader_of_one(
+    model: "LanguageModel", memory: Path | None, precision: Precision, int8: bool = False
+) -> "StreamReader":
+    """A reader of one document, from its beginning or from a memory file."""
+    from melodi.stream import StreamReader
+
+    if memory is None:
+        return StreamReader(model, precision=precision, int8=int8)
+    reader = StreamReader.load(model, memory, precision, int8)
+    if reader.rows > 1:
+        raise ValueError(f"--memory {memory} holds {reader.rows} documents: give a file of one")
+    return reader
+
+
 def follow(model: "LanguageModel", document: "Document", options: ReadArgs) -> "TextRead":
     """One document, from the beginning or from a memory file; saved even if interrupted."""
     from melodi.evaluation.texts import read_one
-    from melodi.stream import StreamReader
 
-    if options.memory is None:
-        reader = StreamReader(model, precision=options.precision)
-    else:
-        reader = StreamReader.load(model, options.memory, options.precision)
-        if reader.rows > 1:
-            raise ValueError(
-                f"--memory {options.memory} holds {reader.rows} documents: give a file of one"
-            )
+    reader = reader_of_one(model, options.memory, options.precision)
     before = reader.tokens_read[0]
     try:
         with bar(options) as progress:

@@ -78,7 +78,7 @@ def recall(args: list[str]) -> None:
         raise ValueError("--presets names no preset: give one or more, or runs with --run")
     if options.run and options.task not in OF_RUNS:
         raise ValueError(
-            f"--run with {options.task}: a run knows no such tokens; choose one of "
+            f"--run with {options.task}, whose made-up tokens no run has learned: choose one of "
             f"{', '.join(OF_RUNS)}"
         )
     if options.run:

@@ -1,9 +1,9 @@
 """The layer kinds, one row each: what a memory system is, as far as it can be said without torch.
 
-To add a memory system, add a row here and the file in melodi/layers that its `layer` names; nothing
-else in the package knows kinds by name but bench/operations.py, which counts their products. A row
-says which config fields the kind needs, what it carries, and who sees what in its self-attention,
-whose keys are [past; window; write tokens].
+To add a memory system, add a row here and the file in melodi/layers that its `layer` names: the
+model, its memory, training and decoding know a kind by its row alone. A row says which config
+fields the kind needs, what it carries, and who sees what in its self-attention, whose keys are
+[past; window; write tokens]. CONTRIBUTING.md says where else a kind has a name.
 """
 
 from collections.abc import Callable
@@ -45,6 +45,8 @@ class Kind:
     """Kinds of one family share a stack; those of the family "any" go with every other."""
     needs: tuple[str, ...] = ()
     """Config fields that must be at least 1."""
+    choices: tuple[str, ...] = ()
+    """Config fields that this kind alone reads, beside those: elsewhere they have no effect."""
     check: Callable[[Config], Any] = nothing
     """Refuses what else cannot be built."""
     floats: Callable[[Config], tuple[int, int]] = lambda c: (0, 0)
@@ -149,7 +151,7 @@ def check_autocompressor(c: Config) -> None:
 
 
 def check_whole_stack(c: Config) -> None:
-    other = next((kind for kind in c.layers if kind != c.family), None)
+    other = next((kind for kind in c.layers if KINDS[kind].family != c.family), None)
     if other is not None:
         raise ValueError(
             f"layers mix {c.family!r} with {other!r}: its memory tokens run through every layer; "
@@ -216,6 +218,7 @@ KINDS: dict[LayerKind, Kind] = {
         layer="memorizing.MemorizingLayer",
         family="xl",
         needs=("memory_slots",),
+        choices=("top_k",),
         check=check_memorizing,
         floats=lambda c: (cache(c), c.memory_slots * pair(c)),
         past=lambda c: c.window,
@@ -226,6 +229,7 @@ KINDS: dict[LayerKind, Kind] = {
         layer="rmt.RMTLayer",
         family="rmt",
         needs=("memory_tokens",),
+        choices=("memory_mask",),
         check=check_whole_stack,
         stack_floats=lambda c: (c.memory_tokens * c.width, 0),
         past=lambda c: c.memory_tokens,
@@ -250,6 +254,7 @@ KINDS: dict[LayerKind, Kind] = {
         layer="compressive.CompressiveLayer",
         family="xl",
         needs=("compressed_slots", "compression_rate"),
+        choices=("compressor",),
         check=check_compressive,
         floats=lambda c: (c.window * c.width, c.compressed_slots * c.width),
         past=lambda c: c.compressed_slots + c.window,
@@ -258,6 +263,7 @@ KINDS: dict[LayerKind, Kind] = {
     "infini": Kind(
         layer="infini.InfiniLayer",
         family="xl",
+        choices=("infini_update",),
         floats=lambda c: (0, c.num_heads * c.head_size * (c.head_size + 1)),
     ),
     "armt": Kind(

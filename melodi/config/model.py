@@ -151,10 +151,11 @@ def _check(c: ModelConfig) -> None:
     if not 0 <= c.dropout < 1:
         raise ValueError(f"dropout={c.dropout} must be at least 0 and below 1")
     _check_layers(c)
-    if c.top_k is not None and "memorizing" not in c.layers:
-        raise ValueError(f"top_k={c.top_k} without effect: there is no 'memorizing' layer")
-    if c.infini_update != "linear" and "infini" not in c.layers:
-        raise ValueError(f"infini_update={c.infini_update!r} without effect: no 'infini' layer")
+    for kind, row in KINDS.items():
+        for name in row.choices:
+            value = getattr(c, name)
+            if kind not in c.layers and value != getattr(type(c), name):
+                raise ValueError(f"{name}={value!r} without effect: there is no {kind!r} layer")
 
 
 def _check_layers(c: ModelConfig) -> None:
@@ -166,7 +167,7 @@ def _check_layers(c: ModelConfig) -> None:
     for kind in c.layers:
         if KINDS[kind].family not in (c.family, "any"):
             raise ValueError(
-                f"layers mix {c.family.capitalize()} with {kind!r}: only kinds of one family, and "
+                f"layers mix {c.family!r} with {kind!r}: only kinds of one family, and "
                 "'plain', share a stack"
             )
     for kind in dict.fromkeys(c.layers):

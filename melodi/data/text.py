@@ -44,9 +44,7 @@ class Document:
     hasher: Any = field(default_factory=partial(hashlib.blake2b, digest_size=8))
 
     def pieces(self) -> Iterator[str]:
-        for n, piece in enumerate(cut(self.blocks(self.flaws))):
-            if n == 0 and not (piece := piece.removeprefix(BYTE_ORDER_MARK)):
-                continue
+        for piece in cut(self.blocks(self.flaws)):
             data = piece.encode()
             self.num_bytes += len(data)
             self.hasher.update(data)
@@ -172,9 +170,12 @@ def value_of(record: Any, text_column: str, where: str) -> Any:
 
 
 def cut(blocks: Iterable[str]) -> Iterator[str]:
-    """The same text in pieces that do not depend on how it came in blocks."""
-    rest = ""
+    """The same text in pieces that do not depend on how it came in blocks; without a byte order
+    mark at its start."""
+    rest, begun = "", False
     for block in blocks:
+        if block and not begun:
+            block, begun = block.removeprefix(BYTE_ORDER_MARK), True
         text, start = rest + block, 0
         while len(text) - start > PIECE:
             end = cut_point(text, start + PIECE)

@@ -85,7 +85,8 @@ def vectors_newest_first(
     if layer.entries_per_window and is_queue(field):
         filled = min(windows * layer.entries_per_window, len(norms))
         return norms.flip(0)[:filled]
-    return norms.reshape(-1)
+    flat = norms.reshape(-1)
+    return flat[flat > 0]  # a slot that nothing was written to holds zeros
 
 
 def mean_norm(rows: list[Tensor]) -> float | None:

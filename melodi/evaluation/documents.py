@@ -5,7 +5,7 @@
 3. Perplexity is exp(total nats / total predictions); bits per byte divides by all UTF-8 bytes.
 4. The same pass with memory dropped at every window shows what the memory is worth.
 
-Shapes: R rows, T tokens of a segment, H heads, t queries, k keys.
+Shapes: R rows, T tokens of a segment.
 """
 
 import dataclasses

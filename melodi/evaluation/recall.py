@@ -179,9 +179,12 @@ def passkey_in_text(
     """How often the planted number is the one that planting makes likelier by most, of ten, by
     windows since it was planted; in each document several numbers, at least two, one at a time."""
     window, random = model.config.window, np.random.default_rng(seed)
-    texts_RT = longest(documents, rows, window, max(distances) + 1).repeat_interleave(numbers, 0)
-    choices = [candidates_of(model.tokenizer, random) for _ in texts_RT]
     begun, before = model.tokenizer.encode_next(SENTENCE), window // 2
+    # A number is a space, its digits and a full stop: a token each at most.
+    windows = max(distances) + 1 + (len(begun) + KEY_DIGITS + 2) // window
+    texts_RT = longest(documents, rows, window, windows).repeat_interleave(numbers, 0)
+    choices = [candidates_of(model.tokenizer, random) for _ in texts_RT]
+    planted_at = before + len(begun) + max(len(choice[0]) for choice in choices)
     planted = [
         [*text[:before], *begun, *choice[0], *text[before:]][: texts_RT.size(1)]
         for text, choice in zip(texts_RT.tolist(), choices, strict=True)
@@ -191,7 +194,7 @@ def passkey_in_text(
     with evaluating(model), torch.inference_mode():
         state = model.empty_state(len(planted))
         for k in distances:
-            end = before + k * window
+            end = planted_at + k * window
             if end > tokens_RT.size(1):
                 break
             _, state, _ = model.hidden(tokens_RT[:, read:end], state)

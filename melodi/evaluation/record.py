@@ -65,14 +65,18 @@ def evaluate_run(
     max_tokens: int | None = None,
     drops: bool = False,
     precision: Precision = "fp32",
+    weights: str | None = None,
 ) -> dict[str, Any]:
-    """The record of a model that `load` gave; each pass has a bar where there is a terminal."""
+    """The record of a model that `load(run, weights)` gave; each pass has a bar where there is a
+    terminal."""
     device, config = model.embedding.weight.device, model.config
     found = resolve(precision, device, config)
     for name, value in (("rows", rows), ("max_tokens", max_tokens)):
         if value is not None and value < 1:
             raise ValueError(f"{name}={value} must be at least 1")
-    about = described(run, store, split, max_tokens)  # now: a training may put new weights there
+    about = described(
+        run, store, split, max_tokens, weights
+    )  # now: a training may put new weights there
     documents = store.split(split)
     chosen = choose(documents, max_tokens)
     if not chosen:
@@ -107,7 +111,8 @@ class Reading:
     segment_windows: int
 
     def __call__(self, model: LanguageModel, lacking: str) -> Pass:
-        """The model itself does without the memory it has not; without "memory", it is dropped."""
+        """`model` lacks already what `lacking` names; only "memory" is dropped here, at every
+        window."""
         tokens = int(sum(self.documents.lengths[i] for i in self.chosen))
         window = model.config.window
         each, places, windows = (
@@ -132,16 +137,18 @@ class Reading:
         return Pass(lacking, sums, each, places, windows, time.perf_counter() - start)
 
 
-def described(run: Run, store: TokenStore, split: str, max_tokens: int | None) -> dict[str, Any]:
+def described(
+    run: Run, store: TokenStore, split: str, max_tokens: int | None, weights: str | None
+) -> dict[str, Any]:
     """Which documents were read, and with which weights."""
-    weights = weights_file(run.folder)
-    step = read_header(weights).get("step")
+    file = weights_file(run.folder, weights)
+    step = read_header(file).get("step")
     return {
         "split": split,
         "store": str(store.path.resolve()),
         "own_store": train_checksum(store) == run.read_config()["data"]["train_checksum"],
         "max_tokens": max_tokens,
-        "weights": weights.name,
+        "weights": file.name,
         "step": None if step is None else int(step),
     }
 

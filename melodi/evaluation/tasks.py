@@ -37,7 +37,7 @@ class Sizes:
     answers: int = 16
     """Values that an answer can have."""
     keys: int = 32
-    """Names that values can have."""
+    """Names that the value of a needle can have."""
     facts: int = 2
     """Pairs of a key and a value in each window, and questions, where a window has several."""
 

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from melodi.model import LanguageModel
 from melodi.precision import Precision
 from melodi.stream import StreamReader
 from melodi.stream.reader import CHUNK_WINDOWS
+from melodi.stream.source import encoded_pieces
 
 
 @dataclass
@@ -140,8 +141,5 @@ def read_together(
 
 
 def ids_of(document: Document, tokenizer: Tokenizer, goes_on: bool) -> Iterator[int]:
-    """The ids of a document, piece by piece; without the id that closes documents in a store, for
-    the text may go on."""
-    for piece in document.pieces():
-        yield from tokenizer.encode_next(piece) if goes_on else tokenizer.encode(piece)
-        goes_on = True
+    """The ids of a document, which is encoded piece by piece."""
+    return chain.from_iterable(encoded_pieces(document.pieces(), tokenizer, goes_on))

@@ -48,7 +48,7 @@ class CompressiveLayer(Layer[CompressiveMemory]):
     def sizes(self) -> tuple[tuple[int, ...], ...]:
         return (self.window, self.width), (self.compressed_slots, self.width)
 
-    def past(self, memory: CompressiveMemory, part: WindowPart) -> Pairs:
+    def past(self, memory: CompressiveMemory) -> Pairs:
         return self.block.pairs(torch.cat([memory.compressed_BCD, memory.memory_BWD], dim=1))
 
     def keep(self, x_BtD: Tensor, h_BtD: Tensor) -> Tensor:

@@ -90,7 +90,8 @@ class WindowPart:
     """Where all rows stand in their open windows, if these may be written to in place."""
     probe: Probe | None = None
     windows_read: tuple[int, ...] = ()
-    """As `windows_read_B`, on the host; not known where shapes are static."""
+    """As `windows_read_B`, on the host; empty where shapes are static, and for single tokens, of
+    which nobody asks it."""
 
     def commit(self, new: Tensor, old: Tensor) -> Tensor:
         """The new memory in rows that fill their window, the old one in the others."""
@@ -169,7 +170,7 @@ class Layer(nn.Module, Generic[Memory]):
     """One layer of any kind."""
 
     carries: type[Memory]
-    """The NamedTuple of what it remembers."""
+    """The NamedTuple of what it remembers, unless `memory_class` says otherwise."""
     sources = 1
     """Attention results that the block projects back."""
     past_is = "past"
@@ -211,7 +212,7 @@ class Layer(nn.Module, Generic[Memory]):
         else:
             own, written = made.pairs.split(tokens)
             if part.opens:
-                past, r_BPD = self.precede(r_BPD, memory, part, sight)
+                past, r_BPD = self.precede(r_BPD, memory, sight)
             if window is None:
                 assert past is not None, "whole windows open windows"
                 pairs = past.join(made.pairs)
@@ -280,7 +281,7 @@ class Layer(nn.Module, Generic[Memory]):
         """The memory as it is carried, from that form."""
         return memory
 
-    def past(self, memory: Memory, part: WindowPart) -> Pairs:
+    def past(self, memory: Memory) -> Pairs:
         """Keys and values of the slots that precede the window in self-attention."""
         return Pairs(*[memory[0].new_zeros(len(memory[0]), *size) for size in self.pairs_size(0)])
 
@@ -290,10 +291,10 @@ class Layer(nn.Module, Generic[Memory]):
         return None
 
     def precede(
-        self, r_BPD: Tensor | None, memory: Memory, part: WindowPart, sight: Sight
+        self, r_BPD: Tensor | None, memory: Memory, sight: Sight
     ) -> tuple[Pairs, Tensor | None]:
         """The past of a window that opens, and the memory tokens for the next layer."""
-        return self.past(memory, part), r_BPD
+        return self.past(memory), r_BPD
 
     def recall(self, xu_BtD: Tensor, memory: Memory, part: WindowPart) -> Tensor:
         """What the residual stream takes from memory before the block."""

@@ -107,7 +107,7 @@ class ShortTermLayer(Layer[MelodiMemory]):
     def sizes(self) -> tuple[tuple[int, ...], ...]:
         return ((self.past_slots, self.width),)
 
-    def past(self, memory: MelodiMemory, part: WindowPart) -> Pairs:
+    def past(self, memory: MelodiMemory) -> Pairs:
         return self.project(memory.z_BSD)
 
     def past_tokens(self, memory: MelodiMemory) -> Tensor | None:

@@ -52,7 +52,7 @@ class RMTLayer(Layer[TokenMemory]):
         return Stream(x_BtD, m_BRD if part.closes else None, m_BRD if part.opens else None)
 
     def precede(
-        self, r_BPD: Tensor | None, memory: TokenMemory, part: WindowPart, sight: Sight
+        self, r_BPD: Tensor | None, memory: TokenMemory, sight: Sight
     ) -> tuple[Pairs, Tensor | None]:
         """Memory tokens attend to each other alone; what they lack of the slots is zeros."""
         if r_BPD is None:

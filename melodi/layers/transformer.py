@@ -65,7 +65,7 @@ class Sight(NamedTuple):
     """None: every query sees all the keys."""
     bias_bHtk: Tensor | None
     keys: slice | None = None
-    """The keys that the sight is about, where the others are seen by none; all when not given."""
+    """The only keys that are seen, of which mask and bias are; None: all keys."""
     past: "Sight | None" = None
     """Of the past among itself, where it is made of tokens that run through the stack."""
 
@@ -214,7 +214,7 @@ class FeedForward(nn.Module):
 
     def forward(self, h_BtD: Tensor) -> Tensor:
         f_BtF = self.hidden(h_BtD)
-        if self.activation is F.relu and not is_watched(self.hidden):
+        if self.activation is F.relu and not is_kept(self.hidden):
             return self.output(F.relu_(f_BtF))
         return self.output(self.activation(f_BtF))
 
@@ -374,7 +374,7 @@ class Linear(nn.Linear):
             nn.init.zeros_(self.bias)
 
 
-def is_watched(linear: nn.Module) -> bool:
+def is_kept(linear: nn.Module) -> bool:
     """Whether anybody else may have, or need, what the module returns: then nothing may be written
     into it."""
     hooks = ("_forward_hooks", "_backward_hooks", "_backward_pre_hooks")

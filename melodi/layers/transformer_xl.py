@@ -26,7 +26,7 @@ class CachedLayer(Layer[Memory], Generic[Memory]):
 
     past_is = "cache"
 
-    def past(self, memory: Memory, part: WindowPart) -> Pairs:
+    def past(self, memory: Memory) -> Pairs:
         return Pairs(memory[0], memory[1])
 
     def new_cache(self, seen: Seen, memory: Memory, part: WindowPart) -> Pairs:

@@ -81,10 +81,9 @@ def draw_places(results: Results, path: Path) -> bool:
     figure, both = plot.subplots(1, 2, figsize=(13, 5), layout="constrained", sharey=True)
     for axes, (key, first, label) in zip(both, panels, strict=True):
         for (row, by), (colour, marker) in zip(found[key], LOOKS, strict=False):
-            points = [(place, nats) for place, nats in by.items() if place >= first]
-            x, y = zip(*points, strict=True)
+            shown = {place: nats for place, nats in by.items() if place >= first}
             look = dict(color=colour, marker=marker, markersize=5, linewidth=1.2)
-            axes.plot(x, y, label=row.row.label, **look)
+            axes.plot(shown.keys(), shown.values(), label=row.row.label, **look)
         axes.axhline(0.0, color="black", linestyle=":")
         axes.set_xscale("log", base=2)
         axes.xaxis.set_major_formatter(lambda x, _: f"{x:,.0f}")

@@ -44,7 +44,7 @@ def reproduce(
     say = say if group.first else (lambda line: None)
     planned = plan(settings, out, labels)
     # All are looked at before the first is trained, those of other rows too.
-    for one in [*planned, *plan(settings, out)]:
+    for one in plan(settings, out):
         check(one, settings)
     group.on_first(lambda: check_documents(settings, out, labels))
     group.on_first(lambda: note(settings, out / settings.recipe))

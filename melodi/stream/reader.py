@@ -75,7 +75,7 @@ class StreamReader:
         if rows is not None and rows != state.batch_size:
             raise ValueError(f"rows={rows}, but the memory has {state.batch_size}: leave rows out")
         self.model = model
-        self.tokenizer: Tokenizer | None = getattr(model, "tokenizer", None)
+        self.tokenizer: Tokenizer | None = model.tokenizer
         weight, config = model.embedding.weight, model.config
         self.precision = resolve(precision, weight.device, config)
         self.int8 = int8
@@ -129,9 +129,10 @@ class StreamReader:
         return self._read_rows([self._feed(source, i).take() for i, source in enumerate(sources)])
 
     def read_windows(self, source: Source, ahead: int = 1) -> Iterator[WindowRead]:
-        """Reads on, and gives each window when it is read; the last may be shorter. No more is
-        taken from the source than the next window needs, so it may be without end; with `ahead` as
-        much as so many windows need, which are read together, and faster."""
+        """Reads on, and gives each window when it is read; the last may be shorter. Of ids no more
+        are taken than the next window needs, so the source may be without end; with `ahead` as many
+        as so many windows need, which are read together, and faster. A text is taken in pieces of
+        262,144 characters, cut where its tokenizer does not see it."""
         self._check_one_row("read_batch")
         if ahead < 1:
             raise ValueError(

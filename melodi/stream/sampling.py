@@ -89,8 +89,8 @@ class Sampling:
         """One token."""
         if not bool(logits_V.isfinite().all()):
             raise ValueError(
-                "the model expects no number (NaN or infinity) for some token: its weights or its "
-                "memory are broken; use other weights, or read the document again"
+                "the model's logits are not finite (NaN or infinity): its weights or its memory "
+                "are broken; use other weights, or read the document again"
             )
         logits_V = penalised(logits_V.double(), recent, self.repetition_penalty)
         if self.temperature == 0:

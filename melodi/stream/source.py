@@ -74,11 +74,14 @@ def encoded(source: Any, tokenizer: Tokenizer | None, goes_on: bool) -> Iterator
             "gave"
         )
     blocks = [source] if isinstance(source, str) else iter(partial(source.read, BLOCK), "")
-    return _encoded(blocks, tokenizer, goes_on)
+    return encoded_pieces(cut(map(checked_block, blocks)), tokenizer, goes_on)
 
 
-def _encoded(blocks: Iterable[str], tokenizer: Tokenizer, goes_on: bool) -> Iterator[list[int]]:
-    for piece in cut(map(checked_block, blocks)):
+def encoded_pieces(
+    pieces: Iterable[str], tokenizer: Tokenizer, goes_on: bool
+) -> Iterator[list[int]]:
+    """Without the id that closes documents in a store, for the text may go on."""
+    for piece in pieces:
         ids = tokenizer.encode_next(piece) if goes_on else tokenizer.encode(piece)
         goes_on = True
         if ids:

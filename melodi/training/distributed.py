@@ -97,7 +97,7 @@ class Processes:
             except (ValueError, OSError) as found:
                 error = found
         if self.any(error is not None):
-            raise error or ValueError("the first process has failed, and says why")
+            raise error or ValueError("the first process has failed; its own message says why")
 
 
 @contextmanager

@@ -45,7 +45,8 @@ def learn(
     enough: float = 0.0,
     progress: Callable[[int, float], object] | None = None,
 ) -> Learned:
-    """Trains a new model for so many steps, fewer when the mean loss of the last ten is `enough`.
+    """Trains a new model for so many steps, fewer when the mean loss of the last ten falls below
+    `enough`.
 
     The schedule is that of all steps. `progress` hears of each step and its loss.
     """
