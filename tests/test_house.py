@@ -38,7 +38,8 @@ ORDER = [
 SIBLINGS = {
     "config": ["dialects", "checks", "kinds", "model", "presets", "training"],
     "layers": [
-        *["transformer", "frame", "products", "native", "token", "fifo", "growing", "gate"],
+        *["transformer", "frame", "products", "native", "token", "fifo", "growing"],
+        *["gate", "queue"],
         *["melodi", "transformer_xl", "block_recurrent", "memorizing"],
     ],
     "data": [

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from melodi.config import ModelConfig
-from melodi.layers.fifo import append, filled_slots, newest, push_into_room, with_room
+from melodi.layers.fifo import append
 from melodi.layers.frame import Layer, Seen, WindowPart, Written
 from melodi.layers.gate import Gate
-from melodi.layers.growing import attend_filled, begun, pushed
-from melodi.layers.transformer import Pairs, Projections, RMSNorm, attend, randomise
+from melodi.layers.queue import Forms, QueueLayer
+from melodi.layers.transformer import Pairs, RMSNorm, randomise
 
 
 class ShortTermMemory(NamedTuple):
@@ -142,8 +142,10 @@ class ShortTermLayer(Layer[MelodiMemory]):
         return self.block.pairs(self.block.normed(tokens_BMD))
 
 
-class LongTermLayer(ShortTermLayer):
+class LongTermLayer(QueueLayer[MelodiMemory], ShortTermLayer):
     """A short-term layer that also reads, and adds to, a FIFO of compressed key-value pairs."""
+
+    forms = Forms(LongTermMemory, GrowingMemory, RoomyMemory)
 
     def __init__(self, config: ModelConfig, index: int) -> None:
         super().__init__(config, index)
@@ -169,66 +171,17 @@ class LongTermLayer(ShortTermLayer):
             return (*super().sizes(), *self.pairs_size(self.slots))
         return (*super().sizes(), (self.slots, self.width))
 
-    def read(
-        self, a_BHtE: Tensor, made: Projections, memory: MelodiMemory, part: WindowPart
-    ) -> tuple[Tensor, ...]:
-        """Cross-attention to the FIFO, and the gate: α·A_long + (1 - α)·A_self."""
-        if isinstance(memory, GrowingMemory):
-            base, fresh = Pairs(*memory[1:3]), Pairs(*memory[3:])
-            long, empty_B = attend_filled(
-                made.q_BHtE, base, fresh, part, self.entries_per_window, self.masked
-            )
-            return (a_BHtE if long is None else self.gate(a_BHtE, long, empty_B),)
-        filled = filled_slots(part, self.slots, self.entries_per_window, self.masked)
-        if filled.slots == 0:
-            return (a_BHtE,)
+    def newest_pairs(self, memory: MelodiMemory, slots: int) -> Pairs:
         if isinstance(memory, LongTermTokenMemory):
-            pairs = self.project(memory.tokens_BMD[:, -filled.slots :])
-        else:
-            assert isinstance(memory, LongTermMemory | RoomyMemory)
-            pairs = Pairs(*memory[1:]).slots(-filled.slots)
-        if part.probe is not None:
-            part.probe.note(self.index, "long-term", made.q_BHtE, pairs, filled.mask())
-        long_BHtE = attend(
-            made.q_BHtE, *pairs, visible=filled.visible_B11M, dropout=self.block.drop_rate
-        )
-        return (self.gate(a_BHtE, long_BHtE, filled.empty_B),)
+            return self.project(memory.tokens_BMD[:, -slots:])
+        return super().newest_pairs(memory, slots)
 
     def remember(self, new: Branches, memory: MelodiMemory, part: WindowPart) -> MelodiMemory:
         memory = super().remember(new, memory, part)
         m_BLD = memory.z_BSD if self.copies else new.m_BLD
-        if isinstance(memory, GrowingMemory):
-            return GrowingMemory(*memory[:3], *Pairs(*memory[3:]).join(self.project(m_BLD)))
-        if isinstance(memory, RoomyMemory):
-            longer = map(push_into_room, memory[1:], self.project(m_BLD), [self.slots] * 2)
-            return RoomyMemory(memory.z_BSD, *longer)
         if isinstance(memory, LongTermTokenMemory):
             return memory._replace(tokens_BMD=append(memory.tokens_BMD, m_BLD, 1, part))
-        assert isinstance(memory, LongTermMemory)
-        keys, values = self.project(m_BLD)
-        return memory._replace(
-            keys_BHME=append(memory.keys_BHME, keys, 2, part),
-            values_BHME=append(memory.values_BHME, values, 2, part),
-        )
-
-    def begin_segment(self, memory: MelodiMemory, windows: int) -> MelodiMemory:
-        """Where old slots have a gradient, the queue stays whole."""
-        if not isinstance(memory, LongTermMemory):
-            return memory
-        base = Pairs(memory.keys_BHME, memory.values_BHME)
-        if not torch.is_grad_enabled():
-            return RoomyMemory(memory.z_BSD, *with_room(base, windows * self.entries_per_window))
-        if any(tensor.requires_grad for tensor in base):
-            return memory
-        base, fresh = begun(base)
-        return GrowingMemory(memory.z_BSD, *base, *fresh)
-
-    def end_segment(self, memory: MelodiMemory) -> MelodiMemory:
-        if isinstance(memory, RoomyMemory):
-            return LongTermMemory(memory.z_BSD, *newest(memory[1:], self.slots))
-        if not isinstance(memory, GrowingMemory):
-            return memory
-        return LongTermMemory(memory.z_BSD, *pushed(Pairs(*memory[1:3]), Pairs(*memory[3:])))
+        return self.append_pairs([memory.z_BSD], memory, self.project(m_BLD), part)
 
 
 class TokenMixer(nn.Module):

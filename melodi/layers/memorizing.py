@@ -13,18 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from melodi.config import ModelConfig
-from melodi.layers.fifo import (
-    append,
-    filled_slots,
-    newest,
-    push_into_room,
-    with_room,
-    written_slots,
-)
+from melodi.layers.fifo import FilledSlots, written_slots
 from melodi.layers.frame import Seen, WindowPart, Written
 from melodi.layers.gate import Gate
-from melodi.layers.growing import attend_filled, begun, pushed
-from melodi.layers.transformer import Pairs, Projections, attend
+from melodi.layers.queue import Forms, QueueLayer
+from melodi.layers.transformer import Pairs
 from melodi.layers.transformer_xl import CachedLayer
 
 
@@ -60,75 +53,35 @@ class RoomyMemorizingMemory(NamedTuple):
 PairsMemory = MemorizingMemory | GrowingMemorizingMemory | RoomyMemorizingMemory
 
 
-class MemorizingLayer(CachedLayer[PairsMemory]):
+class MemorizingLayer(QueueLayer[PairsMemory], CachedLayer[PairsMemory]):
     """Also attends to the pairs of all earlier windows, densely or to the k best."""
 
     carries: type[PairsMemory] = MemorizingMemory
+    forms = Forms(MemorizingMemory, GrowingMemorizingMemory, RoomyMemorizingMemory)
 
     def __init__(self, config: ModelConfig, index: int) -> None:
         super().__init__(config, index)
         self.slots = config.memory_slots
         self.entries_per_window = config.window
         self.top_k = config.top_k
+        self.grows = config.top_k is None  # the k best are looked for in a queue that is whole
         self.gate = Gate(config, per_channel=False)
 
     def sizes(self) -> tuple[tuple[int, ...], ...]:
         return (*self.pairs_size(self.window), *self.pairs_size(self.slots))
 
-    def read(
-        self, a_BHtE: Tensor, made: Projections, memory: PairsMemory, part: WindowPart
-    ) -> tuple[Tensor, ...]:
-        if isinstance(memory, GrowingMemorizingMemory):
-            base, fresh = Pairs(*memory[2:4]), Pairs(*memory[4:])
-            long, empty_B = attend_filled(
-                made.q_BHtE, base, fresh, part, self.entries_per_window, self.masked
-            )
-            return (a_BHtE if long is None else self.gate(a_BHtE, long, empty_B),)
-        filled = filled_slots(part, self.slots, self.window, self.masked)
-        if filled.slots == 0:
-            return (a_BHtE,)
-        pairs = Pairs(*memory[2:]).slots(-filled.slots)
-        drop_rate = self.block.drop_rate
-        if part.probe is not None:
-            part.probe.note(self.index, "long-term", made.q_BHtE, pairs, filled.mask())
+    def attend_queue(
+        self, q_BHtE: Tensor, pairs: Pairs, filled: FilledSlots, part: WindowPart
+    ) -> Tensor:
         if self.top_k is None or self.top_k >= filled.slots:
-            long_BHtE = attend(made.q_BHtE, *pairs, visible=filled.visible_B11M, dropout=drop_rate)
-        else:
-            written_B11M = written_slots(part, filled.slots, self.window)
-            long_BHtE = attend_best(
-                made.q_BHtE, pairs, written_B11M, self.top_k, self.masked, drop_rate
-            )
-        return (self.gate(a_BHtE, long_BHtE, filled.empty_B),)
+            return super().attend_queue(q_BHtE, pairs, filled, part)
+        written_B11M = written_slots(part, filled.slots, self.window)
+        drop_rate = self.block.drop_rate
+        return attend_best(q_BHtE, pairs, written_B11M, self.top_k, self.masked, drop_rate)
 
     def write(self, seen: Seen, memory: PairsMemory, part: WindowPart) -> Written[PairsMemory]:
-        cache, new = self.new_cache(seen, memory, part), seen.window.detach()
-        if isinstance(memory, GrowingMemorizingMemory):
-            base, fresh = memory[2:4], Pairs(*memory[4:])
-            return Written(GrowingMemorizingMemory(*cache, *base, *fresh.join(new)))
-        if isinstance(memory, RoomyMemorizingMemory):
-            longer = map(push_into_room, memory[2:], new, [self.slots] * 2)
-            return Written(RoomyMemorizingMemory(*cache, *longer))
-        keys = append(memory.keys_BHME, new.keys_BHkE, 2, part)
-        values = append(memory.values_BHME, new.values_BHkE, 2, part)
-        return Written(MemorizingMemory(*cache, keys, values))
-
-    def begin_segment(self, memory: PairsMemory, windows: int) -> PairsMemory:
-        """With a gradient the k best are looked for in a queue that is whole."""
-        assert isinstance(memory, MemorizingMemory)
-        base = Pairs(memory.keys_BHME, memory.values_BHME)
-        if not torch.is_grad_enabled():
-            return RoomyMemorizingMemory(*memory[:2], *with_room(base, windows * self.window))
-        if self.top_k is not None or any(tensor.requires_grad for tensor in base):
-            return memory
-        base, fresh = begun(base)
-        return GrowingMemorizingMemory(*memory[:2], *base, *fresh)
-
-    def end_segment(self, memory: PairsMemory) -> PairsMemory:
-        if isinstance(memory, RoomyMemorizingMemory):
-            return MemorizingMemory(*memory[:2], *newest(memory[2:], self.slots))
-        if not isinstance(memory, GrowingMemorizingMemory):
-            return memory
-        return MemorizingMemory(*memory[:2], *pushed(Pairs(*memory[2:4]), Pairs(*memory[4:])))
+        cache = self.new_cache(seen, memory, part)
+        return Written(self.append_pairs(cache, memory, seen.window.detach(), part))
 
 
 def attend_best(
