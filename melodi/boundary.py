@@ -139,8 +139,7 @@ def check_owner(state: MemoryState, ours: Fingerprint, empty: MemoryState) -> No
             f"the state belongs to another architecture ({architecture}, this model is "
             f"{ours.config}): use it with the model that made it"
         )
-    nothing_read = not state.windows_B.any() and not state.open_B.any()
-    theirs = ours if nothing_read else state.owner.fingerprint()
+    theirs = state.owner.fingerprint() if state.tokens_B.any() else ours
     if theirs != ours:
         raise ValueError(
             f"the state was made with other weights ({theirs.weights}, this model has "

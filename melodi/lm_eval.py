@@ -26,9 +26,10 @@ except ImportError:
         "tasks need lm-evaluation-harness, which is not installed: pip install '.[eval]'"
     ) from None
 
+from melodi.config.training import Precision
 from melodi.data.tokenizer import opening
 from melodi.model import LanguageModel
-from melodi.precision import Precision, autocast, resolve
+from melodi.precision import autocast, resolve
 from melodi.prefixes import Text, score
 from melodi.stream import StreamReader
 

@@ -102,6 +102,11 @@ class MemoryState:
         return len(self.windows_B)
 
     @property
+    def tokens_B(self) -> Tensor:
+        """Tokens that each row has read."""
+        return self.windows_B * self.config.window + self.open_B
+
+    @property
     def device(self) -> torch.device:
         return self._first.device
 

@@ -15,8 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from melodi.config import ModelConfig
-
-Precision = Literal["fp32", "bf16", "auto"]
+from melodi.config.training import Precision
 
 CLEARLY = 1.5
 """On a CPU products must be so many times faster: of a whole step they are only a part."""

@@ -5,7 +5,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from melodi.cli.console import Precision, Texts, check_at_least, parse, print_table, use_threads
+from melodi.cli.console import Texts, check_at_least, parse, print_table, use_threads
+from melodi.config.training import Precision
 from melodi.files import write_json
 
 Part = Literal["growth", "speed", "documents", "peaks"]

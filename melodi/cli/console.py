@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Container, Iterator
 from pathlib import Path
 from types import NoneType
-from typing import Annotated, Any, Literal, TypeVar, get_args
+from typing import Annotated, Any, TypeVar, get_args
 
 import tyro
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
@@ -93,8 +93,6 @@ Paths = Annotated[
     tuple[Path, ...], tyro.conf.arg(metavar="PATH [PATH ...]", help_behavior_hint="(default: none)")
 ]
 """Flags with several values, or none."""
-Precision = Literal["fp32", "bf16", "auto"]
-"""As in melodi/precision.py, which needs torch."""
 
 REGISTRY = ConstructorRegistry()
 READERS: dict[Any, Callable[[str], Any]] = {int: integer, float: real, str: str, Path: Path}

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 
 from melodi.cli.console import (
-    Precision,
     Texts,
     check_at_least,
     check_not_given,
@@ -16,6 +15,7 @@ from melodi.cli.console import (
     print_table,
     use_threads,
 )
+from melodi.config.training import Precision
 
 if TYPE_CHECKING:
     from melodi.config import ModelConfig

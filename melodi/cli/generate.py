@@ -4,8 +4,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from melodi.cli.console import Precision, Texts, check_at_least, device_named, parse, use_threads
+from melodi.cli.console import Texts, check_at_least, device_named, parse, use_threads
 from melodi.cli.read import reader_of_one
+from melodi.config.training import Precision
 
 
 @dataclass

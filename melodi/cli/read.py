@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from melodi.cli.console import (
-    Precision,
     check_at_least,
     device_named,
     parse,
     print_table,
     use_threads,
 )
+from melodi.config.training import Precision
 
 if TYPE_CHECKING:
     from melodi.data.text import Document

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import tyro
 
 from melodi.cli.console import (
-    Precision,
     Texts,
     check_at_least,
     check_at_most,
@@ -18,6 +17,7 @@ from melodi.cli.console import (
     print_table,
     use_threads,
 )
+from melodi.config.training import Precision
 
 if TYPE_CHECKING:
     from melodi.data.store import TokenStore

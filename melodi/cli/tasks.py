@@ -3,7 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-from melodi.cli.console import Precision, print_table
+from melodi.cli.console import print_table
+from melodi.config.training import Precision
 
 
 def eval_tasks(

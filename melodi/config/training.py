@@ -5,6 +5,7 @@ from typing import Literal
 
 from melodi.config.checks import check_least, check_types, from_dict
 
+Precision = Literal["fp32", "bf16", "auto"]
 SEEDS, MOST_STEPS = 1 << 24, 1 << 28
 """Both share the 64 bits of a step's seed, with 12 bits for the process."""
 MOST_ROWS = 1 << 16
@@ -77,7 +78,7 @@ class TrainConfig:
     """Parts into which each process cuts its rows; their gradients are added up."""
     clip: float = 1.0
     """Largest norm of the gradient; 0 leaves it as it is."""
-    precision: Literal["fp32", "bf16", "auto"] = "fp32"
+    precision: Precision = "fp32"
     """bf16: autocast; weights and memory stay in float32. auto: bf16 where this machine is clearly
     faster with it; the run keeps what was found at its start."""
     validate_every: int = 100

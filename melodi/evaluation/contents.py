@@ -30,7 +30,7 @@ def contents(path: str | Path) -> dict[str, Any]:
         "version": VERSION,
         "stored_as": "bf16" if "dtypes" in header else str(state.dtype).removeprefix("torch."),
         "rows": state.batch_size,
-        "tokens": (state.windows_B * config.window + state.open_B).tolist(),
+        "tokens": state.tokens_B.tolist(),
         "windows": state.windows_B.tolist(),
         "open_tokens": state.open_B.tolist(),
         "floats_per_document": state.num_floats(),

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from melodi.config.training import Precision
 from melodi.data.store import Documents, TokenStore
 from melodi.evaluation.documents import Evaluation, choose, evaluate
 from melodi.evaluation.drops import PARTS, without
@@ -24,7 +25,7 @@ from melodi.evaluation.probes import attention, gates
 from melodi.evaluation.tallies import ByPowers, PerDocument, by_place_in_window, by_window
 from melodi.files import read_header, write_json
 from melodi.model import LanguageModel
-from melodi.precision import Precision, autocast, resolve
+from melodi.precision import autocast, resolve
 from melodi.run import Run, train_checksum, weights_file
 
 

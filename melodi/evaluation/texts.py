@@ -15,12 +15,12 @@ from typing import Any
 
 from torch import Tensor
 
+from melodi.config.training import Precision
 from melodi.data.text import BINARY, INVALID, RECORDS, Document, decoded_blocks, file_documents
 from melodi.data.text import text_blocks as blocks_of_file
 from melodi.data.tokenizer import Tokenizer
 from melodi.evaluation.documents import Evaluation
 from melodi.model import LanguageModel
-from melodi.precision import Precision
 from melodi.stream import StreamReader
 from melodi.stream.reader import CHUNK_WINDOWS
 from melodi.stream.source import encoded_pieces

@@ -116,8 +116,7 @@ class MemoryCache(Cache):
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens read, by the row that has read most: padding is not read."""
-        read_B = self.state.windows_B * self.state.config.window + self.state.open_B
-        return int(read_B.max())
+        return int(self.state.tokens_B.max())
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
         return -1

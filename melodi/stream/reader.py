@@ -22,13 +22,14 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from melodi import boundary
+from melodi.config.training import Precision
 from melodi.data.tokenizer import Tokenizer
 from melodi.decoding import KeptDecoder
 from melodi.layers.nats import linear_nats
 from melodi.memory import MemoryState
 from melodi.memory_file import Place
 from melodi.model import LanguageModel
-from melodi.precision import Precision, autocast, resolve
+from melodi.precision import autocast, resolve
 from melodi.reading import portions
 from melodi.stream.sampling import Choices, Sampling
 from melodi.stream.source import Feed, Source, host_ids
@@ -84,7 +85,7 @@ class StreamReader:
         check_int8(int8, self.precision, weight.device)
         state = state.to(weight.device)
         model.check_owner(state)
-        read_B = (state.windows_B > 0) | (state.open_B > 0)
+        read_B = state.tokens_B > 0
         last_BD = torch.zeros(
             state.batch_size, model.config.width, device=weight.device, dtype=weight.dtype
         )
@@ -103,8 +104,7 @@ class StreamReader:
     @property
     def tokens_read(self) -> list[int]:
         """By each row."""
-        tokens_B = self.state.windows_B * self.model.config.window + self.state.open_B
-        return [int(tokens) for tokens in tokens_B]
+        return [int(tokens) for tokens in self.state.tokens_B]
 
     @property
     def recent(self) -> list[list[int]]:
@@ -195,8 +195,7 @@ class StreamReader:
         """Writes a memory file from which `load` goes on as if nothing had happened; with "bf16" as
         dtype in half of the space, and nearly so. It holds content of what was read."""
         place = self._at.place
-        read_B = (self.state.windows_B > 0) | (self.state.open_B > 0)
-        unknown = bool((read_B & ~place.known_B).any())
+        unknown = bool(((self.state.tokens_B > 0) & ~place.known_B).any())
         self.state.save(path, dtype, None if unknown else place)
 
     @classmethod
