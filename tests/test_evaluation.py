@@ -170,25 +170,27 @@ def test_every_kind_says_which_memory_it_can_lack(kind: str) -> None:
 
 
 def test_loss_by_place(store: TokenStore, model: LanguageModel) -> None:
-    """Every prediction is counted once, by its place in the window and by the windows before it;
+    """Every prediction is counted once, by its place in the document and in the window, and by
+    the windows before it;
     the first window is the same without memory."""
     documents, window = store.split("train"), model.config.window
     read = Reading(documents, list(range(len(documents))), 3, 2)
     kept, dropped = read(model, "nothing"), read(model, "memory")
-    for tally in (kept.places, kept.windows, dropped.places, dropped.windows):
+    for tally in (*kept.places.values(), *dropped.places.values()):
         assert sum(bucket["predictions"] for bucket in tally.means()) == kept.sums.predictions
         nats = sum(bucket["nats"] * bucket["predictions"] for bucket in tally.means())
         assert nats == pytest.approx(tally.nats.sum())
-    first, *later = kept.windows.means()
+    first, *later = kept.places["by_window"].means()
     most = int(documents.lengths.max()) - 2
     assert [bucket["first"] for bucket in (first, *later)] == [0, 1, 2, 4, 8, 16, 32][
         : len(later) + 1
     ]
     assert later[-1]["first"] <= most // window < 2 * later[-1]["first"]
-    assert first["nats"] == pytest.approx(dropped.windows.means()[0]["nats"], rel=1e-5)
+    assert first["nats"] == pytest.approx(dropped.places["by_window"].means()[0]["nats"], rel=1e-5)
     assert first["predictions"] == np.minimum(documents.lengths - 1, window).sum()
-    starts = kept.places.means()[0]
+    starts = kept.places["by_place_in_window"].means()[0]
     assert starts["predictions"] == (-(-(documents.lengths - 1) // window)).sum()
+    assert kept.places["by_position"].means()[0]["predictions"] == (documents.lengths > 1).sum()
     record = figures([kept, dropped])
     assert record["perplexity"] == kept.sums.perplexity
     assert record["perplexity_interval"]["value"] == pytest.approx(record["perplexity"])

@@ -1,4 +1,4 @@
-"""Whole-document evaluation: perplexity, bits per byte, loss by position, is the memory used.
+"""Whole-document evaluation: perplexity, bits per byte, is the memory used.
 
 1. Documents are read from start to end, several at a time, each in its own row of the memory.
 2. A document of n tokens gives n - 1 predictions, counted across window and segment edges.
@@ -11,7 +11,7 @@ Shapes: R rows, T tokens of a segment.
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -25,7 +25,6 @@ from melodi.stream.reader import evaluating
 
 Nats = Callable[..., Scored]
 """`model.nats`, or what wraps it."""
-POSITION_BUCKETS = 24
 
 
 @dataclass
@@ -37,9 +36,6 @@ class Evaluation:
     documents: int = 0
     tokens: int = 0
     bytes: int = 0
-    nats_by_position: np.ndarray = field(default_factory=lambda: np.zeros(POSITION_BUCKETS))
-    predictions_by_position: np.ndarray = field(default_factory=lambda: np.zeros(POSITION_BUCKETS))
-    """By the power of two of the position in the document."""
 
     @property
     def loss(self) -> float:
@@ -58,29 +54,12 @@ class Evaluation:
 
     def to_array(self) -> np.ndarray:
         """All sums in one flat float64 array, as a reduction over processes needs them."""
-        return np.concatenate([np.ravel(getattr(self, name)) for name in FIELDS], dtype=np.float64)
+        return np.array(dataclasses.astuple(self), np.float64)
 
     @classmethod
     def from_array(cls, array: Sequence[float] | np.ndarray) -> "Evaluation":
-        result, given = cls(), np.array(array, np.float64)
-        for name in FIELDS:
-            before = getattr(result, name)
-            part, given = given[: np.size(before)], given[np.size(before) :]
-            setattr(result, name, part if np.ndim(before) else type(before)(part[0]))
-        return result
-
-    def by_position(self) -> list[dict[str, float]]:
-        """Mean nats for positions from `first` up to twice that."""
-        return [
-            {"first": 1 << i, "nats": nats / count, "predictions": int(count)}
-            for i, (nats, count) in enumerate(
-                zip(self.nats_by_position, self.predictions_by_position, strict=True)
-            )
-            if count
-        ]
-
-
-FIELDS = [field.name for field in dataclasses.fields(Evaluation)]
+        nats, *numbers = array
+        return cls(float(nats), *map(int, numbers))
 
 
 def evaluate(
@@ -131,10 +110,6 @@ def count(result: Evaluation, nats_RT: np.ndarray, segment: Segment, documents: 
     counted = segment.targets >= 0
     result.nats += float(nats_RT[counted].sum())
     result.predictions += int(counted.sum())
-    position_RT = segment.positions[:, None] + np.arange(1, nats_RT.shape[1] + 1)
-    bucket = np.minimum(np.log2(position_RT).astype(int), POSITION_BUCKETS - 1)[counted]
-    result.nats_by_position += np.bincount(bucket, nats_RT[counted], POSITION_BUCKETS)
-    result.predictions_by_position += np.bincount(bucket, minlength=POSITION_BUCKETS)
     count_documents(result, documents, segment.documents[segment.starts])
 
 

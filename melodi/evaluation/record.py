@@ -22,7 +22,13 @@ from melodi.evaluation.documents import Evaluation, choose, evaluate
 from melodi.evaluation.drops import PARTS, without
 from melodi.evaluation.intervals import bootstrap, paired
 from melodi.evaluation.probes import attention, gates
-from melodi.evaluation.tallies import ByPowers, PerDocument, by_place_in_window, by_window
+from melodi.evaluation.tallies import (
+    ByPowers,
+    PerDocument,
+    by_place_in_window,
+    by_position,
+    by_window,
+)
 from melodi.files import read_header, write_json
 from melodi.model import LanguageModel
 from melodi.precision import autocast, resolve
@@ -37,8 +43,8 @@ class Pass:
     """What it did without: nothing, memory, short_term or long_term."""
     sums: Evaluation
     each: PerDocument
-    places: ByPowers
-    windows: ByPowers
+    places: dict[str, ByPowers]
+    """Nats by place, in the document and in the window."""
     seconds: float
 
     @property
@@ -50,9 +56,7 @@ class Pass:
             "perplexity": self.sums.perplexity,
             "bits_per_byte": self.sums.bits_per_byte,
             "perplexity_interval": bootstrap(self.each.nats, self.each.predictions)._asdict(),
-            "by_position": self.sums.by_position(),
-            "by_place_in_window": self.places.means(),
-            "by_window": self.windows.means(),
+            **{name: tally.means() for name, tally in self.places.items()},
         }
         return {f"{name}{self.suffix}": value for name, value in found.items()}
 
@@ -116,11 +120,12 @@ class Reading:
         window."""
         tokens = int(sum(self.documents.lengths[i] for i in self.chosen))
         window = model.config.window
-        each, places, windows = (
-            PerDocument(len(self.documents)),
-            by_place_in_window(window),
-            by_window(window),
-        )
+        each = PerDocument(len(self.documents))
+        places = {
+            "by_position": by_position(),
+            "by_place_in_window": by_place_in_window(window),
+            "by_window": by_window(window),
+        }
         kept = lacking == "nothing"
         label = "memory kept" if kept else f"without {lacking.replace('_', '-')}"
         start = time.perf_counter()
@@ -133,9 +138,9 @@ class Reading:
                 segment_windows=self.segment_windows,
                 with_memory=lacking != "memory",
                 progress=bar.update,
-                tallies=[each, places, windows],
+                tallies=[each, *places.values()],
             )
-        return Pass(lacking, sums, each, places, windows, time.perf_counter() - start)
+        return Pass(lacking, sums, each, places, time.perf_counter() - start)
 
 
 def described(

@@ -61,6 +61,11 @@ class ByPowers:
         ]
 
 
+def by_position() -> ByPowers:
+    """By the tokens of the document that a prediction is made from, 1 for the first."""
+    return ByPowers(lambda place_RT: place_RT + 1)
+
+
 def by_place_in_window(window: int) -> ByPowers:
     """By the tokens of its own window that a prediction is made from, 1 for the first."""
     return ByPowers(lambda place_RT: place_RT % window + 1)
