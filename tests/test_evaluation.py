@@ -171,8 +171,7 @@ def test_every_kind_says_which_memory_it_can_lack(kind: str) -> None:
 
 def test_loss_by_place(store: TokenStore, model: LanguageModel) -> None:
     """Every prediction is counted once, by its place in the document and in the window, and by
-    the windows before it;
-    the first window is the same without memory."""
+    the windows before it; the first window is the same without memory."""
     documents, window = store.split("train"), model.config.window
     read = Reading(documents, list(range(len(documents))), 3, 2)
     kept, dropped = read(model, "nothing"), read(model, "memory")
