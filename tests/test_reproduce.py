@@ -4,6 +4,7 @@ import json
 import math
 import os
 import shlex
+import shutil
 import signal
 from collections.abc import Iterator
 from dataclasses import replace
@@ -519,10 +520,21 @@ def test_a_run_is_repeated_as_it_was_made(
         assert f"eval-test.json is damaged: it {message}" in refused(capsys, repeat)
     assert not (tmp_path / "again").exists()
     write_json(record, {**whole[1], "perplexity": 1.0})
-    with pytest.raises(SystemExit) as end:
-        main(shlex.split(repeat))
-    assert end.value.code == 1
-    assert "differs by +" in capsys.readouterr().out
+    for environment, words in (
+        ({}, "cpu unknown then, "),
+        ({"torch": "1.0"}, "torch 1.0 then, "),
+        (None, "the machine, its threads, torch and the commit are the same"),
+    ):
+        if environment is not None:
+            write_json(run / "environment.json", environment)
+        else:
+            shutil.copy(tmp_path / "again" / "environment.json", run)
+        with pytest.raises(SystemExit) as end:
+            main(shlex.split(repeat))
+        assert end.value.code == 1
+        told = capsys.readouterr().out
+        assert "differs by +" in told
+        assert words in told
 
 
 def test_mistakes_are_one_line(

@@ -11,7 +11,7 @@ from melodi import __version__
 from melodi.bench.measure import Task
 from melodi.bench.operations import inner
 from melodi.bench.sizes import Size
-from melodi.run import commit
+from melodi.run import commit, cpu_name
 
 REPEAT_SECONDS = 0.02
 """How long each shape is tried in a round."""
@@ -28,15 +28,6 @@ def describe() -> dict[str, Any]:
         "melodi": __version__,
         "commit": commit(),
     }
-
-
-def cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor()
 
 
 def tasks(size: Size, buffer_mb: int) -> list[Task]:

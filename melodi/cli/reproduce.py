@@ -161,7 +161,7 @@ def run_recipe(options: ReproduceArgs, settings: "Settings", store: "TokenStore 
 def repeat_run(options: ReproduceArgs) -> None:
     """With as many threads as the run had, which decide how sums are rounded. Exit code 1 says, as
     that of diff does, that something differs."""
-    from melodi.paper.reproduce import repeat
+    from melodi.paper.reproduce import made_otherwise, repeat
     from melodi.run import Run
     from melodi.training.distributed import processes
 
@@ -176,6 +176,7 @@ def repeat_run(options: ReproduceArgs) -> None:
             print(f"{name}: perplexity {before} in {run.folder}, {now} in {options.out}: {same}")
             differs = differs or now != before
     if differs:
+        print(made_otherwise(run, Run(options.out)))
         sys.exit(1)
 
 

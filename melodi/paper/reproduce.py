@@ -167,6 +167,22 @@ def repeat(
     return pairs
 
 
+def made_otherwise(run: Run, again: Run) -> str:
+    """What a repeated run was made with that the first was not, in words."""
+    then, now = run.environment(), again.environment()
+    changes = [
+        f"{key} {then.get(key, 'unknown')} then, {now.get(key)} now"
+        for key in ("cpu", "capability", "cpu_threads", "cuda", "torch", "commit")
+        if then.get(key, "unknown") != now.get(key)
+    ]
+    if not changes:
+        return "the machine, its threads, torch and the commit are the same"
+    return (
+        f"{'; '.join(changes)}. Where sums are rounded otherwise, a training ends elsewhere, as "
+        "one with another seed does"
+    )
+
+
 def is_busy(folder: Path) -> bool:
     """Whether a process works in the folder now."""
     if not folder.exists():
