@@ -4,6 +4,7 @@ The colours are those of Okabe and Ito, which the colour-blind can tell apart, w
 white hides.
 """
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ from melodi.files import replacing
 
 COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"]
 MARKERS = ["o", "s", "^", "D", "v", "P", "X", "*"]
+LOOKS = [(COLOURS[i % len(COLOURS)], MARKERS[i % len(MARKERS)]) for i in range(56)]
+"""A colour and a marker for each line, all different."""
 
 
 def pyplot() -> Any:
@@ -23,6 +26,13 @@ def pyplot() -> Any:
     from matplotlib import pyplot
 
     return pyplot
+
+
+def plotting() -> Any | None:
+    """pyplot, if it is there."""
+    with contextlib.suppress(ValueError):
+        return pyplot()
+    return None
 
 
 def save(figure: Any, path: Path, dpi: int = 110) -> Path:

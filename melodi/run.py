@@ -174,7 +174,8 @@ class Run:
                 "data": {
                     "path": str(store.path.resolve()),
                     "tokenizer_digest": store.manifest["tokenizer_digest"],
-                    "train_checksum": train_checksum(store),
+                    "train_checksum": checksum(store, "train"),
+                    "held_out_checksums": held_out_checksums(store),
                 },
             },
         )
@@ -299,8 +300,28 @@ def check_store(store: TokenStore, digest: str) -> None:
         )
 
 
-def train_checksum(store: TokenStore) -> str:
-    return str(store.manifest["splits"]["train"]["checksums"]["tokens"])
+def checksum(store: TokenStore, split: str) -> str:
+    """Of the tokens of a split: equal for the same documents and vocabulary."""
+    return str(store.manifest["splits"][split]["checksums"]["tokens"])
+
+
+def held_out_checksums(store: TokenStore) -> dict[str, str]:
+    return {split: checksum(store, split) for split in ("validation", "test")}
+
+
+def other_splits(data: dict[str, Any], store: TokenStore) -> list[str]:
+    """The splits whose documents are not those of the store that a run was begun with; what
+    config.json says of it is `data`. Earlier versions noted the training documents only."""
+    known = {"train": data["train_checksum"], **data.get("held_out_checksums", {})}
+    return [split for split, noted in known.items() if checksum(store, split) != noted]
+
+
+def check_documents(store: TokenStore, data: dict[str, Any]) -> None:
+    if others := other_splits(data, store):
+        raise ValueError(
+            f"store {store.path} has other documents ({', '.join(others)}) than the run began "
+            "with: give the run's own store"
+        )
 
 
 def environment() -> dict[str, Any]:

@@ -255,6 +255,8 @@ def test_passkeys_in_text() -> None:
     assert (near["distance"], far["distance"]) == (1, 3)
     assert near["questions"] == far["questions"] == 8
     assert far["accuracy"] < 0.5
+    with pytest.raises(ValueError, match=r"tokens at least, too few to ask"):
+        passkey_in_text(model, documents(3, 20), (1, 3), rows=3, numbers=4)
 
 
 def test_recall_command(
@@ -327,8 +329,12 @@ def test_forgetting_of_runs(runs: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert (runs / "r" / "forgetting-of-runs.png").exists()
     message = refused(capsys, f"{command} --out {runs}/r --window 99")
     assert "--window is for tiny models, and --run asks runs" in message
+    assert "--seed changes nothing" in refused(capsys, f"{command} --out {runs}/r --seed 1")
+    assert json.loads(printed(capsys, f"{command} --out {runs}/r --json")) == records
+    message = refused(capsys, f"{command} --out {runs}/r --rows 3")
+    assert "was made with other settings: choose another --out" in message
     flip(runs / "store" / "train.tokens")
-    message = refused(capsys, f"{command} --out {runs}/r")
+    message = refused(capsys, f"{command} --out {runs}/s")
     flip(runs / "store" / "train.tokens")
     assert "checksum" in message
 

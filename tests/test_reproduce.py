@@ -20,7 +20,7 @@ from melodi.config import PRESETS, sandwich
 from melodi.data.prepare import prepare
 from melodi.data.store import TokenStore
 from melodi.files import locked, read_json, write_json
-from melodi.paper import estimate, figures, numbers
+from melodi.paper import estimate, figures, numbers, reproduce
 from melodi.paper.plan import Planned, configs_of, plan, settings_for, slug, state_of
 from melodi.paper.recipe import EQUAL, Row
 from melodi.paper.recipes import RECIPES
@@ -497,6 +497,69 @@ def test_all_rows_are_evaluated_on_the_same_documents(
     text = printed(capsys, command("branching", store, tmp_path, f"{one} --eval-tokens 20"))
     assert "done already" in text
     assert read_json(run / "partial-eval-test-20-tokens.json")["own_store"]
+
+
+@pytest.mark.usefixtures("_no_pictures")
+def test_held_out_documents_are_part_of_a_store(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A store with the same training documents and others to test on is another: its rows are not
+    compared with those of the first, and its record does not take their place."""
+    stores = []
+    for name, word in (("a", "book"), ("b", "poem")):
+        for split in ("train", "validation", "test"):
+            folder = tmp_path / name / split
+            folder.mkdir(parents=True)
+            text = word if split == "test" else "book"
+            for i in range(3):
+                (folder / f"{i}.txt").write_text(f"{split} {i} a {text} and " * (2 + i))
+        made = prepare([tmp_path / name], tmp_path / f"store-{name}", tokenizer="bytes", workers=1)
+        stores.append(made)
+    one, out = "--rows 'ST, branching'", tmp_path / "out"
+    printed(capsys, command("branching", stores[0], out, one))
+    run = out / "branching" / "st-branching-seed1"
+    before = (run / "eval-test.json").read_text()
+    line = refused(capsys, command("branching", stores[1], out))
+    assert "holds another run (other held-out documents)" in line
+    assert plan(settings_for("systems", TINY, stores[1]), out)[0].folder.parent.name == "systems"
+    printed(capsys, f"eval '{run}' --data '{stores[1].path}' --device cpu")
+    assert (run / "eval-test.json").read_text() == before
+    again = f"reproduce '{run}' --data '{stores[1].path}' --out '{tmp_path}/again'"
+    assert "has other documents (test) than the run began with" in refused(capsys, again)
+    resumed = f"train --out '{run}' --data '{stores[1].path}' --resume"
+    assert "has other documents (test)" in refused(capsys, resumed)
+
+
+@pytest.mark.usefixtures("_no_pictures")
+def test_records_of_old_weights_and_of_failures_are_none(
+    store: TokenStore,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A record of another step than the weights' is made anew, and a model whose loss is not finite
+    gets none; seeds of an earlier command stay in the report."""
+    one = "--rows 'ST, branching'"
+    printed(capsys, command("branching", store, tmp_path, f"{one} --seeds 2"))
+    run = tmp_path / "branching" / "st-branching-seed1"
+    record = run / "eval-test.json"
+    whole = read_json(record)
+    write_json(record, {**whole, "step": whole["step"] + 1, "perplexity": 1.0})
+    printed(capsys, command("branching", store, tmp_path, one))
+    assert read_json(record)["perplexity"] == whole["perplexity"]
+    assert "st-branching-seed2" in (tmp_path / "branching" / "report.md").read_text()
+    record.unlink()
+    evaluated = reproduce.evaluate_run
+
+    def failing(*args: Any, **choices: Any) -> dict[str, Any]:
+        found = evaluated(*args, **choices)
+        found["per_document"][0]["nats"] = math.nan
+        return found
+
+    monkeypatch.setattr(reproduce, "evaluate_run", failing)
+    line = last_line(capsys, command("branching", store, tmp_path, one))
+    assert "gives no finite loss on test document 0" in line
+    assert not record.exists()
 
 
 def test_a_run_is_repeated_as_it_was_made(

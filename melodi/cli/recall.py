@@ -35,7 +35,7 @@ class RecallArgs:
     task: Annotated[tyro.conf.Positional[TaskName], tyro.conf.arg(metavar="TASK")]
     """passkey, needle, mqar, facts, rewrite, copy, or forgetting (of runs only)."""
     out: Path
-    """Folder for the records and the picture; what is there is not trained again."""
+    """Folder for the records and the picture (extra: plot); what is there is not made again."""
     presets: tuple[str, ...] = PRESETS
     """Kinds of which tiny models are trained from nothing."""
     run: Paths = ()
@@ -70,6 +70,7 @@ def recall(args: list[str]) -> None:
     check_at_least(1, steps=options.steps, rows=options.rows)
     check_at_least(0, seed=options.seed)
     use_threads(options.threads)
+    from melodi.drawing import plotting
     from melodi.evaluation.curves import draw_recall
 
     if options.task == "forgetting" and not options.run:
@@ -84,16 +85,18 @@ def recall(args: list[str]) -> None:
     if options.run:
         why = "is for tiny models, and --run asks runs: drop it"
         check_not_given(options, OF_TINY_MODELS, why)
+        if options.task == "forgetting":
+            check_not_given(options, ("seed",), "changes nothing in forgetting: drop it")
     else:
         check_not_given(options, ("data", "split"), "is for runs: add --run, or drop it")
     folder = options.out / (f"{options.task}-of-runs" if options.run else options.task)
     folder.mkdir(parents=True, exist_ok=True)
-    records, failed = (asked_runs if options.run else trained)(options, folder)
+    records, failed = (asked_runs(options, folder), []) if options.run else trained(options, folder)
     if options.json:
         print(json_text(records, indent=2))
     elif records:
         print_recall(options.task, records)
-    if records:
+    if records and plotting() is not None:
         draw_recall(records, TITLES[options.task], folder.with_suffix(".png"))
     if failed:
         raise ValueError(f"{len(failed)} of the models did not learn: {'; '.join(failed)}")
@@ -206,29 +209,41 @@ def means(losses: Sequence[float], parts: int) -> list[float]:
     return [sum(block) / len(block) for block in blocks]
 
 
-def asked_runs(options: RecallArgs, folder: Path) -> tuple[list[dict[str, Any]], list[str]]:
-    """One record for each run, in FOLDER/RUN.json; none fails alone."""
+def asked_runs(options: RecallArgs, folder: Path) -> list[dict[str, Any]]:
+    """One record for each run, in FOLDER/RUN.json, made where there is none."""
     from melodi.evaluation.recall import CANDIDATES, forgetting, passkey_in_text
-    from melodi.run import Run, environment, load, run_folder
+    from melodi.files import read_header
+    from melodi.run import Run, checksum, environment, load, run_folder, weights_file
 
-    found = []
+    planned = []
     for path in options.run:
-        model, run = load(path), Run(run_folder(path))
+        run = Run(run_folder(path))
         store = run.open_store(options.data)
-        store.verify(options.split)
-        documents = store.split(options.split)
-        record: dict[str, Any] = {"name": str(path), "split": options.split}
-        record["made_with"] = environment()
-        if options.task == "forgetting":
-            record["curve"] = forgetting(model, documents, rows=options.rows)
-        else:
-            record["curve"] = passkey_in_text(
-                model, documents, rows=options.rows, seed=options.seed
-            )
-            record["chance"] = 1 / CANDIDATES
-        write_json(folder / f"{'-'.join(path.resolve().parts[1:])}.json", record)
+        settings = {
+            "task": options.task,
+            "step": read_header(weights_file(run.folder)).get("step"),
+            "store": str(store.path.resolve()),
+            "split": options.split,
+            "documents_checksum": checksum(store, options.split),
+            "rows": options.rows,
+            "seed": options.seed,
+        }
+        place = folder / f"{'-'.join(path.resolve().parts[1:])}.json"
+        planned.append((path, store, settings, place, finished(place, settings)))
+    found = []
+    for path, store, settings, place, record in planned:
+        if record is None:
+            store.verify(options.split)
+            model, documents = load(path), store.split(options.split)
+            record = {"name": str(path), "settings": settings, "made_with": environment()}
+            if options.task == "forgetting":
+                record["curve"] = forgetting(model, documents, rows=options.rows)
+            else:
+                curve = passkey_in_text(model, documents, rows=options.rows, seed=options.seed)
+                record |= {"curve": curve, "chance": 1 / CANDIDATES}
+            write_json(place, record)
         found.append(record)
-    return found, []
+    return found
 
 
 def print_recall(task: str, records: list[dict[str, Any]]) -> None:

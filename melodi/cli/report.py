@@ -17,7 +17,7 @@ Folders = Annotated[
 @dataclass
 class ReportArgs:
     folders: Folders
-    """Run folders, recipe folders, or folders of recipes."""
+    """Run folders, recipe folders, folders of recipes, or of these."""
 
 
 def report(args: list[str]) -> None:
@@ -35,10 +35,10 @@ def report(args: list[str]) -> None:
     from melodi.paper.report import write_report
 
     for folder in options.folders:
-        recipes = [folder / RECIPE, *sorted(folder.glob(f"*/{RECIPE}"))]
-        found = [path.parent for path in recipes if path.exists()]
-        for recipe in found:
-            for path in write_report(recipe):
+        below = (f"{'*/' * depth}{RECIPE}" for depth in range(3))
+        recipes = [path for pattern in below for path in sorted(folder.glob(pattern))]
+        for recipe in recipes:
+            for path in write_report(recipe.parent):
                 print(path)
-        if not found:
+        if not recipes:
             print(plot_run(folder))

@@ -1,22 +1,17 @@
 """Recall against distance, as a picture: one line for each model."""
 
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
-from melodi.drawing import COLOURS, MARKERS, pyplot, save
-
-LOOKS = list(zip([*COLOURS, "#999999"], MARKERS, strict=True))
-LINES = ("-", "--", ":")
-"""Of models that share a look, the first has the whole line."""
+from melodi.drawing import LOOKS, pyplot, save
 
 
 def draw_recall(records: list[dict[str, Any]], title: str, path: Path) -> Path:
     """Right answers, with chance as a dotted line, or nats that are remembered, with intervals."""
     figure, axes = pyplot().subplots(figsize=(7.5, 4.5), layout="constrained")
-    for i, record in enumerate(records):
-        again, look = divmod(i, len(LOOKS))
-        colour, marker = LOOKS[look]
-        style = {"color": colour, "marker": marker, "linestyle": LINES[again % len(LINES)]}
+    for record, (colour, marker) in zip(records, cycle(LOOKS), strict=False):
+        style = {"color": colour, "marker": marker}
         if "accuracy" in record["curve"][0]:
             draw_accuracy(axes, record, style)
         else:

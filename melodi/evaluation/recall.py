@@ -208,6 +208,11 @@ def passkey_in_text(
             found.append(
                 {"distance": k, "accuracy": right / len(choices), "questions": len(choices)}
             )
+    if not found:
+        raise ValueError(
+            f"the longest {rows} documents have {texts_RT.size(1)} tokens at least, too few to ask "
+            f"for a number that is {planted_at} tokens from their beginning: give longer ones"
+        )
     return found
 
 

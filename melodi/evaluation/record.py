@@ -32,7 +32,7 @@ from melodi.evaluation.tallies import (
 from melodi.files import read_header, write_json
 from melodi.model import LanguageModel
 from melodi.precision import autocast, resolve
-from melodi.run import Run, train_checksum, weights_file
+from melodi.run import Run, checksum, other_splits, weights_file
 
 
 @dataclass
@@ -152,7 +152,8 @@ def described(
     return {
         "split": split,
         "store": str(store.path.resolve()),
-        "own_store": train_checksum(store) == run.read_config()["data"]["train_checksum"],
+        "own_store": not other_splits(run.read_config()["data"], store),
+        "documents_checksum": checksum(store, split),
         "max_tokens": max_tokens,
         "weights": file.name,
         "step": None if step is None else int(step),

@@ -5,18 +5,15 @@ difference to the row that all are compared with: the interval of a perplexity a
 how documents differ.
 """
 
-import contextlib
 import math
 from itertools import cycle, product
 from pathlib import Path
 from typing import Any
 
-from melodi.drawing import COLOURS, MARKERS, pyplot, save
+from melodi.drawing import COLOURS, LOOKS, plotting, save
 from melodi.paper.results import Results, RowResult
 
 LINES = ["-", "--", ":", "-."]
-LOOKS = [(COLOURS[i % len(COLOURS)], MARKERS[i % len(MARKERS)]) for i in range(56)]
-"""A colour and a marker for each system, all different."""
 SKIPPED = 0.2
 """The first share of a training, in which the loss falls too far to leave room for the rest."""
 
@@ -109,10 +106,11 @@ def loss_points(
 def draw_curves(axes: Any, results: Results) -> None:
     names = [name for name in dict.fromkeys(row.series for row in results.recipe.rows) if name]
     systems = list(dict.fromkeys(name.partition(", ")[0] for name in names))
+    category = results.recipe.axis_scale == "category"
     for number, name in enumerate(names):
         system, _, variant = name.partition(", ")
-        look = LOOKS[systems.index(system) % len(LOOKS)]
-        shift = 0.12 * (number - (len(names) - 1) / 2) if is_category(results) else 0.0
+        look = LOOKS[systems.index(system)]
+        shift = 0.12 * (number - (len(names) - 1) / 2) if category else 0.0
         rows = [row for row in results.evaluated if row.row.series in (name, "")]
         rows = [row for row in rows if position(row, results) is not None]
         rows.sort(key=lambda row: position(row, results) or 0.0)
@@ -135,7 +133,7 @@ def draw_curve(
 ) -> None:
     """hollow: a variant of the system that has the same colour and marker."""
     colour, marker = look
-    joined = len(rows) > 1 and not is_category(results)
+    joined = len(rows) > 1 and results.recipe.axis_scale != "category"
     x = [(position(row, results) or 0.0) + shift for row in rows]
     y = [row.perplexity.value for row in rows]
     lower, upper = zip(*[around(row, results) for row in rows], strict=True)
@@ -168,10 +166,6 @@ def draw_floor(axes: Any, row: RowResult) -> None:
     axes.axhline(value, color="#555555", linestyle=":", linewidth=1.5)
     place = dict(xycoords=("axes fraction", "data"), ha="right", va="bottom", fontsize=9)
     axes.annotate(row.row.label, (0.99, value), **place)
-
-
-def is_category(results: Results) -> bool:
-    return results.recipe.axis_scale == "category"
 
 
 def position(row: RowResult, results: Results) -> float | None:
@@ -237,10 +231,3 @@ def draw_increments(axes: Any, results: Results) -> None:
     axes.grid(alpha=0.25)
     if axes.get_legend_handles_labels()[0]:
         axes.legend(fontsize=9)
-
-
-def plotting() -> Any | None:
-    """pyplot, if it is there."""
-    with contextlib.suppress(ValueError):
-        return pyplot()
-    return None

@@ -22,7 +22,7 @@ from melodi.files import read_header, read_object, write_json
 from melodi.paper.recipe import Recipe, Row
 from melodi.paper.recipes import recipe_named
 from melodi.paper.scales import Scale
-from melodi.run import Run, train_checksum, weights_file
+from melodi.run import Run, checksum, held_out_checksums, weights_file
 from melodi.training.checkpoint import Checkpoints
 
 RECIPE = "recipe.json"
@@ -45,6 +45,8 @@ class Settings:
     """Whole documents of the split are read until they hold so many; all when not given."""
     store: str | None = None
     train_checksum: str | None = None
+    held_out_checksums: dict[str, str] = dataclasses.field(default_factory=dict)
+    """Of validation and test documents; empty in plans of earlier versions."""
 
     def write(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -88,8 +90,15 @@ class Planned:
 def settings_for(name: str, scale: Scale, store: TokenStore | None, **choices: Any) -> Settings:
     if store is None:
         return Settings(name, scale, scale.vocab_size, **choices)
-    path, checksum = str(store.path.resolve()), train_checksum(store)
-    return Settings(name, scale, store.vocab_size, store=path, train_checksum=checksum, **choices)
+    return Settings(
+        name,
+        scale,
+        store.vocab_size,
+        store=str(store.path.resolve()),
+        train_checksum=checksum(store, "train"),
+        held_out_checksums=held_out_checksums(store),
+        **choices,
+    )
 
 
 def plan(
@@ -104,7 +113,7 @@ def plan(
     runs were made. `own` is the recipe's folder where it has another name than the recipe."""
     recipe = recipe_named(settings.recipe)
     rows = chosen_rows(recipe, labels)
-    trained = known_runs(out, exact)
+    trained = known_runs(settings, out, exact)
     planned = []
     for seed in range(1, settings.seeds + 1):
         for row in rows:
@@ -152,17 +161,27 @@ def identity(
     return json.dumps(parts, sort_keys=True)
 
 
-def known_runs(out: Path, exact: bool) -> dict[str, Path]:
-    """The runs of all recipes in a folder, by identity."""
+def known_runs(settings: Settings, out: Path, exact: bool) -> dict[str, Path]:
+    """The runs of all recipes in a folder, by identity; without those whose held-out documents are
+    others."""
     found: dict[str, Path] = {}
     for config in sorted(out.glob("*/*/config.json")):
         if (config.parent.parent / RECIPE).exists():
             run = Run(config.parent)
             model, train, data = run.configs()
+            if other_held_out(data, settings):
+                continue
             answers = run.answers() if exact else None
             key = identity(model, train, data["train_checksum"], answers)
             found.setdefault(key, config.parent)
     return found
+
+
+def other_held_out(data: dict[str, Any], settings: Settings) -> list[str]:
+    """The held-out splits of a run that are known to be others than the recipe's."""
+    wanted = settings.held_out_checksums
+    noted = data.get("held_out_checksums", {})
+    return [split for split in wanted if noted.get(split, wanted[split]) != wanted[split]]
 
 
 def check(planned: Planned, settings: Settings) -> None:
@@ -174,6 +193,7 @@ def check(planned: Planned, settings: Settings) -> None:
         first_difference(model, planned.model)
         or first_difference(train, planned.train)
         or (data["train_checksum"] != settings.train_checksum and "other training documents")
+        or (other_held_out(data, settings) and "other held-out documents")
         or changed_meaning(planned.run)
     )
     if difference:
@@ -218,17 +238,15 @@ def step_of(run: Run) -> int:
 
 
 def is_evaluated(planned: Planned, settings: Settings) -> bool:
-    """Whether there is a record of the run's present weights on these documents."""
+    """Whether there is a record of the run's present weights on these documents; the name of its
+    file says how many, and in which precision."""
     path = planned.folder / settings.record_name
     if not path.exists():
         return False
     record = read_object(path)
-    same = (
-        record.get("max_tokens") == settings.eval_tokens
-        and record.get("own_store", True)
-        and record.get("precision", planned.train.precision) == planned.train.precision
-    )
-    if not same or "per_document" not in record:
+    documents = settings.held_out_checksums.get(settings.split)
+    other = documents and record.get("documents_checksum", documents) != documents
+    if other or "per_document" not in record:
         return False
     try:
         step = read_header(weights_file(planned.folder)).get("step")

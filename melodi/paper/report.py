@@ -182,20 +182,23 @@ def claims_notes(noise: Noise | None, seeds: int) -> str:
     if noise is None:
         between = (
             "Rows have too few seeds in common, so how runs of one row differ is not known "
-            f"here: a difference must be beyond {BETWEEN_RUNS} nats, which has been seen. "
+            f"here, and is taken to be up to {BETWEEN_RUNS} nats, which is more than has been "
+            "seen. "
         )
     else:
         bounds = [f"{noise.bound(n):.3f} ({n})" for n in range(1, seeds + 1)]
         between = (
             f"Runs that differ in their seed alone scatter by {noise.deviation:.4f} nats here (one "
-            "standard deviation, what rows and seeds have in common taken off; "
-            f"{noise.freedom} degrees of freedom): a difference must be larger than chance makes "
-            f"it in one of twenty tables, in nats (by number of seeds) {', '.join(bounds)}. "
+            "standard deviation, taken to be the same for all rows, what rows and seeds have in "
+            f"common taken off; {noise.freedom} degrees of freedom), which makes a difference of, "
+            f"in nats (by number of seeds), {', '.join(bounds)} for one claim in twenty. "
         )
     return (
-        "✓ and ✗: the 95 % interval of the paired difference over documents, pooled over seeds, is "
-        "on one side of zero, and no seed says the opposite. That tells what other documents would "
-        f"say of these runs. {between}"
+        "✓ and ✗: the paired difference, pooled over seeds, is larger than documents and runs "
+        "together make it by chance for one claim in twenty, and no seed says the opposite. Other "
+        "documents would change it within the 95 % interval, other runs as seeds do; the two are "
+        f"added as squares. {between}"
+        "A table of many claims may well have one mark that is chance. "
         f"“As good as” is ✓ within {EQUAL} nats, about {EQUAL:.0%} of perplexity, chance included."
     )
 

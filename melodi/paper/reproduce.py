@@ -5,6 +5,7 @@ processes may work on one recipe: a run that another works on is left to it.
 """
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +25,7 @@ from melodi.paper.plan import (
     state_of,
     step_of,
 )
-from melodi.run import Run, load
+from melodi.run import Run, check_documents, load
 from melodi.training.distributed import Processes
 from melodi.training.trainer import train
 
@@ -46,7 +47,7 @@ def reproduce(
     # All are looked at before the first is trained, those of other rows too.
     for one in plan(settings, out):
         check(one, settings)
-    group.on_first(lambda: check_documents(settings, out, labels))
+    group.on_first(lambda: check_same_evaluation(settings, out, labels))
     group.on_first(lambda: note(settings, out / settings.recipe))
     left: list[str] = []
     for number, one in enumerate(planned, 1):
@@ -69,7 +70,7 @@ def reproduce(
     return left
 
 
-def check_documents(settings: Settings, out: Path, labels: Sequence[str]) -> None:
+def check_same_evaluation(settings: Settings, out: Path, labels: Sequence[str]) -> None:
     """Refuses to evaluate these rows on other documents than the rest of the table."""
     folder = out / settings.recipe
     if not (folder / RECIPE).exists():
@@ -119,6 +120,12 @@ def evaluate_folder(
         model = load(run.folder).to(group.device)
         precision = run.configs()[1].precision
         record = evaluate_run(model, run, store, split, max_tokens=max_tokens, precision=precision)
+        bad = [one["document"] for one in record["per_document"] if not math.isfinite(one["nats"])]
+        if bad:
+            raise ValueError(
+                f"{run.folder} gives no finite loss on {split} document {bad[0]}: its training has "
+                "failed, so it is left without a record"
+            )
         write_record(run, record)
     return record
 
@@ -134,7 +141,8 @@ def repeat(
     if changed := changed_meaning(run):
         commit = run.environment().get("commit")
         raise ValueError(f"{folder} is {changed}: check out its commit, {commit}, to repeat it")
-    model, config, _ = run.configs()
+    model, config, data = run.configs()
+    check_documents(store, data)
     if (step := step_of(run)) < config.steps:
         raise ValueError(
             f"{folder} stands at step {step} of {config.steps}: train it to its end first, with "

@@ -51,6 +51,16 @@ class Result:
         return tuple((one["document"], one["predictions"]) for one in each)
 
     @cached_property
+    def checksum(self) -> str | None:
+        """Of the tokens of the documents' split; earlier versions did not note it."""
+        return (self.record or {}).get("documents_checksum")
+
+    @cached_property
+    def answers(self) -> dict[str, Any] | None:
+        """What its dialect meant."""
+        return self.planned.run.answers()
+
+    @cached_property
     def nats(self) -> Floats:
         """Of each document."""
         each = self.record["per_document"] if self.record else ()
@@ -80,14 +90,8 @@ class RowResult:
     @property
     def documents(self) -> tuple[tuple[int, int], ...]:
         """Those of all seeds, which must have read the same."""
-        sets = {run.documents for run in self.evaluated}
-        if len(sets) != 1:
-            folders = ", ".join(str(run.planned.folder) for run in self.evaluated)
-            raise ValueError(
-                f"{folders} were evaluated on other documents: remove their records "
-                "(*eval-*.json), and run the recipe again"
-            )
-        return sets.pop()
+        check_same([self])
+        return self.evaluated[0].documents
 
     @cached_property
     def nats(self) -> Floats:
@@ -184,13 +188,22 @@ def common_seeds(rows: list[RowResult]) -> set[int]:
 
 
 def check_same(rows: list[RowResult]) -> None:
-    first = rows[0]
-    for other in rows[1:]:
-        if other.documents != first.documents:
-            folders = [str(row.evaluated[0].planned.folder) for row in (first, other)]
+    """Refuses to compare what was evaluated on different documents, or was made by versions in
+    which a dialect of one name meant different things."""
+    runs = [run for row in rows for run in row.evaluated]
+    first = runs[0]
+    for other in runs[1:]:
+        folders = f"{first.planned.folder} and {other.planned.folder}"
+        checksums = {first.checksum, other.checksum} - {None}
+        if other.documents != first.documents or len(checksums) > 1:
             raise ValueError(
-                f"{' and '.join(folders)} were evaluated on other documents: remove their records "
+                f"{folders} were evaluated on different documents: remove their records "
                 "(*eval-*.json), and run the recipe again"
+            )
+        if other.answers != first.answers:
+            raise ValueError(
+                f"{folders} are of versions in which dialect {first.model.dialect!r} meant "
+                "different things: keep them in different folders, or train one of them again"
             )
 
 

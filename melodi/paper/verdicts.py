@@ -1,11 +1,12 @@
 """Whether what the paper claims holds here: ✓, ✗, or undecided.
 
-An ordering is decided by the paired difference over documents, pooled over seeds: ✓ if its 95 %
-interval lies on the paper's side of zero, ✗ if on the other. Documents say nothing about how much
-another run would change, so a difference must also be larger than chance makes it between runs
-(`Noise`, from the seeds of the whole table), and one that some seed alone would turn around stays
-undecided. Two rows are equal (✓) if the whole interval is within EQUAL of zero, and not (✗) if none
-of it is; with the same of every seed, and whatever chance may have added.
+An ordering is decided by the paired difference over documents, pooled over seeds: ✓ if it lies on
+the paper's side of zero, ✗ if on the other, by more than documents and runs together make by chance
+for one claim in twenty. Other documents would change it as far as its 95 % interval reaches, other
+runs as far as `Noise` says, from the seeds of the whole table; the two are independent, so their
+squares add up. What some seed alone would turn around stays undecided. Two rows are equal (✓) if
+the difference is within EQUAL of zero whatever chance has taken off, and not (✗) if it is beyond
+whatever chance has added; with the same of every seed.
 Memory is counted, and needs no run; what holds at the paper's own sizes, and not at those of a
 smaller scale, is undecided there.
 """
@@ -33,9 +34,11 @@ from melodi.paper.scales import PAPER
 
 Mark = Literal["✓", "✗", "undecided", "not run"]
 
-BETWEEN_RUNS = 0.15
-"""Nats per token that a difference must exceed where no rows have two seeds in common. After 2 M
-tokens of math two runs of one row have differed by 0.13, at an earlier scale (docs/log.md)."""
+ORDER: dict[int, Mark] = {-1: "✓", 0: "undecided", 1: "✗"}
+"""By the sign of a difference that ought to be below zero."""
+BETWEEN_RUNS = 0.25
+"""Nats per token by which runs of two rows may differ by chance where no rows have two seeds in
+common: two runs that differed in rounding alone have differed by 0.22 (docs/log.md)."""
 
 
 @dataclass(frozen=True)
@@ -113,12 +116,12 @@ def judge(claim: Claim, results: Results, noise: Noise | None) -> Verdict:
         return Verdict(claim, "undecided", why="no seed that all of its rows have")
     pool = paired(total(better, seeds), total(worse, seeds), predictions)
     by_seed = seed_differences(better, worse, predictions)
-    # A gain is a difference of two differences, and so of twice as many runs.
-    chance = BETWEEN_RUNS * len(better)
+    squares = squares_of(claim)
+    chance = BETWEEN_RUNS * math.sqrt(squares / 2)
     if noise is not None:
-        chance = noise.bound(len(by_seed), squares_of(claim))
-    mark = equal_mark(pool) if claim.kind == "equal" else order_mark(pool)
-    why = "" if mark == "undecided" else doubt(claim, mark, pool.value, by_seed, chance)
+        chance = noise.bound(len(by_seed), squares)
+    mark = equal_mark(pool) if claim.kind == "equal" else ORDER[pool.sign]
+    why = "" if mark == "undecided" else doubt(claim, mark, pool, by_seed, chance)
     return Verdict(claim, "undecided" if why else mark, pool, why, len(by_seed))
 
 
@@ -129,18 +132,26 @@ def squares_of(claim: Claim) -> int:
     return sum(times**2 for times in coefficients.values())
 
 
-def doubt(claim: Claim, mark: Mark, value: float, by_seed: dict[int, float], chance: float) -> str:
-    """Why a mark that documents alone would give may be luck; empty if it is not."""
+def doubt(
+    claim: Claim, mark: Mark, pool: Interval, by_seed: dict[int, float], chance: float
+) -> str:
+    """Why a mark that documents alone would give may be luck; empty if it is not. chance: what
+    other runs would make of the difference."""
+    assert pool.low is not None, "what has no interval has no mark"
+    assert pool.high is not None, "what has no interval has no mark"
+    size = abs(pool.value)
+    documents = pool.high - pool.value if pool.value < 0 else pool.value - pool.low
+    luck = math.hypot(chance, documents)
     if claim.kind == "equal":
         against = [seed for seed, v in by_seed.items() if (abs(v) <= EQUAL) != (mark == "✓")]
-        luck = abs(value) + chance > EQUAL if mark == "✓" else abs(value) - chance <= EQUAL
+        beyond = size + luck <= EQUAL if mark == "✓" else size - luck > EQUAL
     else:
-        against = [seed for seed, v in by_seed.items() if v * value < 0]
-        luck = abs(value) <= chance
+        against = [seed for seed, v in by_seed.items() if v * pool.value < 0]
+        beyond = size > luck
     if against:
         return f"seed {', '.join(map(str, against))} says the opposite"
-    if luck:
-        return f"runs differ by up to {chance:.3f} by chance" + ", one seed" * (len(by_seed) == 1)
+    if not beyond:
+        return f"up to {luck:.3f} may be chance" + ", one seed" * (len(by_seed) == 1)
     return ""
 
 
@@ -159,11 +170,6 @@ def seed_differences(
         return float(sum(run.nats.sum() for run in chosen)) / sum(predictions)
 
     return {seed: nats(better, seed) - nats(worse, seed) for seed in sorted(common)}
-
-
-def order_mark(difference: Interval) -> Mark:
-    marks: dict[int, Mark] = {-1: "✓", 0: "undecided", 1: "✗"}
-    return marks[difference.sign]
 
 
 def equal_mark(difference: Interval) -> Mark:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from melodi.config import ModelConfig
 from melodi.config.training import TrainConfig
 from melodi.data.store import TokenStore
-from melodi.run import Run, check_store, train_checksum
+from melodi.run import Run, check_documents, check_store
 
 
 def continued(
@@ -15,7 +15,7 @@ def continued(
     """The config with which the run goes on; anything that would change its result is refused."""
     own_model, own_train, data = run.configs()
     check_store(store, data["tokenizer_digest"])
-    check_same_data(store, data["train_checksum"])
+    check_documents(store, data)
     own_preset = run.read_config().get("preset")
     if None not in (preset, own_preset) and preset != own_preset:
         raise ValueError(
@@ -52,14 +52,6 @@ def extended(ours: TrainConfig, wanted: TrainConfig) -> TrainConfig:
                 "begin a new run"
             )
     return wanted
-
-
-def check_same_data(store: TokenStore, checksum: str) -> None:
-    if train_checksum(store) != checksum:
-        raise ValueError(
-            f"store {store.path} holds other training documents than the run began with: give the "
-            "run's own store"
-        )
 
 
 def check_vocabulary(model: ModelConfig, store: TokenStore) -> None:
