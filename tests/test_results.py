@@ -80,3 +80,49 @@ def test_the_table_in_the_readme_is_that_of_the_runs() -> None:
     ours = main_rows()
     assert theirs.keys() == ours.keys()
     assert [(ours[row], line) for row, line in theirs.items() if not same(ours[row], line)] == []
+
+
+def lines_below(heading: str) -> list[list[str]]:
+    """The cells of a table of the README, whose head begins with these words, without the head."""
+    _, _, below = (ROOT / "README.md").read_text().partition(heading)
+    assert below, f"the README has no table {heading!r}"
+    table = below.partition("\n\n")[0].splitlines()[2:]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in table]
+
+
+def verdict_in_words(results: Results, better: str, worse: str) -> str:
+    """Mark, pooled difference, and that of each seed, as the README says them."""
+    (verdict,) = (
+        v
+        for v in judge_all(results)
+        if (v.claim.better, v.claim.worse, v.claim.kind) == ((better,), (worse,), "better")
+    )
+    assert verdict.difference is not None
+    rows = [results[better]], [results[worse]]
+    each = seed_differences(*rows, counts(rows[0][0].documents)).values()
+    seeds = ", ".join(f"{nats:+.3f}" for nats in each)
+    return f"{verdict.mark} {verdict.difference.value:+.3f} ({seeds})"
+
+
+def test_the_claims_in_the_readme_are_those_of_the_runs() -> None:
+    """No ✓ that a report does not give, and no number that is not its own."""
+    tables = [gather(ROOT / "results" / name / "baselines") for name in ("math", "books")]
+    lines = lines_below("| claim of Table 3 |")
+    for claim, *cells in lines:
+        better, worse = claim.partition(",")[0].split(" is better than ")
+        names = [f"Melodi {name}" if name[0] == "S" else name for name in (better, worse)]
+        ours = [verdict_in_words(results, *names) for results in tables]
+        assert [pair for pair in zip(ours, cells, strict=True) if not same(*pair)] == []
+    assert len(lines) == 5
+
+
+def test_the_ablations_in_the_readme_are_those_of_the_runs() -> None:
+    """Every perplexity of a recipe that a line names is of one of its rows."""
+    for claim, cells, _ in lines_below("| claim | perplexity here |"):
+        found = re.search(r"\((results/[^)]*)/report.md\)", claim)
+        assert found is not None
+        rows = gather(ROOT / found[1]).evaluated
+        ours = {f"{row.perplexity.value:.2f}" for row in rows}
+        theirs = re.findall(r"\d+\.\d\d", cells)
+        assert theirs
+        assert [one for one in theirs if not any(same(one, other) for other in ours)] == []
