@@ -360,7 +360,11 @@ def test_eval_prints_before_it_writes(
     def full(*_: object) -> None:
         raise OSError("no space left")
 
-    assert record["costs"]["training_tokens"] > 0
+    costs = record["costs"]
+    assert costs["training_tokens"] > 0
+    # Forward and backward pass: three times reading.
+    passes = costs["training_flops"] / costs["training_tokens"] / costs["reading_flops_per_token"]
+    assert passes == pytest.approx(3)
     with monkeypatch.context() as lost:  # a copy that came without its metrics has its figures
         lost.setattr("melodi.run.METRICS", "gone.jsonl")
         bare = json.loads(printed(capsys, f"eval {folder}/run --device cpu --rows 1 --json"))

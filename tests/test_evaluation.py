@@ -15,9 +15,10 @@ from melodi.evaluation import intervals
 from melodi.evaluation.documents import evaluate
 from melodi.evaluation.drops import PARTS, remaining, without
 from melodi.evaluation.intervals import Interval, bootstrap, paired
-from melodi.evaluation.probes import attention
+from melodi.evaluation.probes import attention, shares_by_age
 from melodi.evaluation.record import Reading, figures
 from melodi.evaluation.tallies import PerDocument
+from melodi.layers.frame import Probe
 from melodi.layers.gate import Gate
 
 
@@ -205,6 +206,17 @@ def test_attention_says_what_it_is_of(store: TokenStore, model: LanguageModel) -
     assert window < found["tokens"] <= 4 * 16 * window
     assert 0 < found["shares"]["past"] < 1
     assert any("/age/2" in name for name in found["shares"])
+
+
+def test_age_one_is_the_window_before() -> None:
+    """Shares of attention by age, of weights over a queue whose newest pairs are the last."""
+    layer = next(layer for layer in make(KINDS["melodi"]).stack if layer.entries_per_window)
+    entries = layer.entries_per_window
+    probe = Probe()
+    weights = torch.tensor([0.1] * entries + [0.3] * entries)
+    probe.shares[layer.index, "long-term"] = [weights]
+    ages = {key.split("/")[-1]: share for key, share in shares_by_age(probe, layer).items()}
+    assert ages == {"1": pytest.approx(0.3 * entries), "2": pytest.approx(0.1 * entries)}
 
 
 @pytest.mark.parametrize("rest", [0, 1, 2])

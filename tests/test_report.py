@@ -359,6 +359,10 @@ def test_memory_is_counted(tmp_path: Path) -> None:
     assert verdicts[0].why == "not run: Melodi S192+L32, Transformer-XL"
     assert "✓" in {v.mark for v in verdicts if v.claim.kind == "memory"}
     assert "✗" not in {v.mark for v in verdicts if v.claim.kind == "memory"}
+    results = gather(folder)
+    eight = Claim(("Melodi S128+L64",), ("Memorizing",), "", kind="memory", times=8.0)
+    for times, mark in ((8.0, "✓"), (8.5, "✗")):  # it has 8.00 times less
+        assert judge(dataclasses.replace(eight, times=times), results, None).mark == mark
     kept = "at the paper's sizes, which this scale does not keep"
     assert any(kept in v.why for v in verdicts if v.mark == "undecided")
 

@@ -318,6 +318,14 @@ def test_list_runs_nothing(
         assert row["state"] == "new"
         assert row["tokens"] == 64
         assert min(row["parameters"], row["floats"], row["flops"], row["hours"]) > 0
+    (one,) = (x for x in planned_at("copy", TINY) if x.row.label == "S64+L64, mixed")
+    settings = settings_for("copy", TINY, store)
+    flops = estimate.training_flops(one)
+    assert estimate.estimate(one, settings, None, flops).hours == pytest.approx(1 / 3600)
+    more = estimate.estimate(one, settings, store, flops).hours
+    reading = estimate.reading_flops(one, settings, store, flops)
+    assert more == pytest.approx((1 + reading / flops) / 3600)
+    assert reading > 0
     text = printed(capsys, "reproduce baselines --scale paper --list --device cpu")
     assert "196,376,936" in text
     assert "13 runs" in text

@@ -182,7 +182,7 @@ def repeat_run(options: ReproduceArgs) -> None:
 
 def show_plan(options: ReproduceArgs, settings: "Settings", store: "TokenStore | None") -> None:
     from melodi.files import json_text
-    from melodi.paper.estimate import calibrate, estimates, measured_speed
+    from melodi.paper.estimate import calibrate, estimate, measured_speed
     from melodi.paper.plan import check, plan
     from melodi.training.distributed import device_of
 
@@ -191,7 +191,7 @@ def show_plan(options: ReproduceArgs, settings: "Settings", store: "TokenStore |
         check(one, settings)
     measured = measured_speed(planned)
     speed = measured or calibrate(device_of(options.device), settings.scale.precision)
-    costs = estimates(planned, settings, store, speed)
+    costs = [estimate(one, settings, store, speed) for one in planned]
     if options.json:
         print(json_text([cost.to_dict() for cost in costs], indent=2))
         return

@@ -59,16 +59,10 @@ class Estimate:
         }
 
 
-def estimates(
-    planned: Sequence[Planned], settings: Settings, store: TokenStore | None, speed: float | None
-) -> list[Estimate]:
-    """speed: operations per second."""
-    return [estimate(one, settings, store, speed) for one in planned]
-
-
 def estimate(
     planned: Planned, settings: Settings, store: TokenStore | None, speed: float | None
 ) -> Estimate:
+    """speed: operations per second."""
     state = state_of(planned, settings)
     step = 0 if state == "new" else step_of(planned.run)
     left = training_flops(planned) * (1 - min(step / planned.train.steps, 1))
