@@ -12,8 +12,16 @@ from melodi.files import replacing
 
 COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"]
 MARKERS = ["o", "s", "^", "D", "v", "P", "X", "*"]
+LINES = ["-", "--", ":", "-."]
 LOOKS = [(COLOURS[i % len(COLOURS)], MARKERS[i % len(MARKERS)]) for i in range(56)]
-"""A colour and a marker for each line, all different."""
+"""A colour and a marker for each of many lines, all different."""
+
+
+def look(number: int) -> dict[str, Any]:
+    """Of one of many lines: where colours come again, they are drawn in another way."""
+    colour, marker = LOOKS[number % len(LOOKS)]
+    line = LINES[number // len(COLOURS) % len(LINES)]
+    return dict(color=colour, marker=marker, linestyle=line, markersize=5, linewidth=1.2)
 
 
 def pyplot() -> Any:

@@ -38,7 +38,7 @@ def replacing(path: Path) -> Iterator[Path]:
     try:
         yield partial
         # safetensors writes files that only their owner can read.
-        mode = path.stat().st_mode & 0o777 if path.exists() else 0o666 & ~_umask()
+        mode = path.stat().st_mode & 0o777 if path.exists() else 0o666 & ~umask()
         sync(partial)
         partial.chmod(mode)
         partial.replace(path)
@@ -260,7 +260,7 @@ def locked(folder: Path) -> Iterator[None]:
         yield
 
 
-def _umask() -> int:
+def umask() -> int:
     """The process's mask for new files, which can only be read by setting it."""
     mask = os.umask(0)
     os.umask(mask)

@@ -23,7 +23,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from melodi.files import read_tensors, write_tensors
+from melodi.files import read_header, read_tensors, write_tensors
 
 FORMAT, VERSION = "melodi-memory", 2
 RECENT = 64
@@ -113,6 +113,14 @@ def write_memory(
         tensors = {name: t.bfloat16() if name in wide else t for name, t in tensors.items()}
         header["dtypes"] = json.dumps(wide)
     write_tensors(path, tensors, header)
+
+
+def is_memory_file(path: Path) -> bool:
+    """Whether a file says so of itself, of whatever version it is."""
+    try:
+        return read_header(path).get("format") == FORMAT
+    except ValueError:
+        return False
 
 
 def read_memory(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:

@@ -201,6 +201,10 @@ class Run:
             self._check_there()
             raise FileNotFoundError(f"{self.folder} is not a run folder: it has no {CONFIG}")
         config = read_json(path)
+        if isinstance(config, dict) and "model_type" in config:
+            raise ValueError(
+                f"{self.folder} is for Hugging Face: give the run folder that it was exported from"
+            )
         for keys in (["model"], ["train"], *[["data", key] for key in DATA]):
             inner = config
             for key in keys:
@@ -243,7 +247,7 @@ class Run:
         if path is None and not Path(data["path"]).exists():
             raise ValueError(
                 f"the store of run {self.folder} is gone: {data['path']} does not exist; say with "
-                "--data where it is"
+                "--data where it is, or prepare one with --tokenizer and this run"
             )
         store = TokenStore.open(path or data["path"])
         check_store(store, data["tokenizer_digest"])
@@ -296,7 +300,8 @@ def check_store(store: TokenStore, digest: str) -> None:
     if store.manifest["tokenizer_digest"] != digest:
         raise ValueError(
             f"store {store.path} was made with another tokenizer than the run "
-            f"({store.manifest['tokenizer_digest']}, not {digest}): give the run's own store"
+            f"({store.manifest['tokenizer_digest']}, not {digest}): give the run's own store, or "
+            "one prepared with --tokenizer and the run's folder"
         )
 
 

@@ -33,7 +33,6 @@ def test_batches_are_the_walk(mine: range | None) -> None:
         np.testing.assert_array_equal(batch.starts_B.numpy(), segment.starts)
         assert batch.predictions == plain.predictions
         assert batches.state_dict() == plain.state_dict()
-        assert batches.epoch == plain.epoch
 
 
 @pytest.mark.parametrize("taken", [0, 1, 7])

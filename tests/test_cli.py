@@ -181,7 +181,7 @@ def test_memory_command_sizes_variations(
         ("eval /none --max-tokens 0", "--max-tokens 0 must be at least 1"),
         ("eval /none --split tset", "'tset' for argument '--split'"),
         ("eval /none --threads -2", "--threads -2 must be at least 1"),
-        ("eval /none --device tpu", "--device tpu is not here: choose one of cpu"),
+        ("eval /none --device tpu", "--device tpu is not on this machine: choose one of cpu"),
         ("generate --run /none --top-k 0", "--top-k 0 must be at least 1"),
         ("generate --run /none --max-tokens -1", "--max-tokens -1 must be at least 0"),
         ("generate --run /none --seed -1", "--seed -1 must be at least 0"),
@@ -256,7 +256,9 @@ def test_devices_that_are_absent(capsys: pytest.CaptureFixture[str], folder: Pat
     """A device that this machine lacks is refused before anything is made."""
     train = f"train --preset laptop-melodi --data {folder}/store --out {folder}/other"
     for command in (f"eval {folder}/run", f"generate --run {folder}/run", train):
-        assert "--device cuda:1 is not here" in refused(capsys, f"{command} --device cuda:1")
+        assert "--device cuda:1 is not on this machine" in refused(
+            capsys, f"{command} --device cuda:1"
+        )
     assert "--threads 0 must be" in refused(capsys, f"{train} --threads 0")
     assert not (folder / "other").exists()
 

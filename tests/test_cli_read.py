@@ -51,6 +51,21 @@ def test_read_tells_what_each_token_cost(book: Path, capsys: pytest.CaptureFixtu
     assert [window["first"] for window in file["windows"][:2]] == [0, 16]
 
 
+def test_memory_is_not_saved_over_a_document(
+    book: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """--save replaces memory files, and nothing else that is there."""
+    text, memory = tmp_path / "a.txt", tmp_path / "a.memory"
+    text.write_text(TEXT)
+    read = f"read {text} --run {book.parent}/run {QUICK} --save"
+    for place in (text, book.parent / "run" / "config.json", book.parent / "run/best.safetensors"):
+        before = place.read_bytes()
+        assert "is there, and is no memory file" in refused(capsys, f"{read} {place}")
+        assert place.read_bytes() == before
+    for _ in range(2):
+        printed(capsys, f"{read} {memory}")
+
+
 def test_a_book_in_two_parts_is_the_book(
     book: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

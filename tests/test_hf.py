@@ -693,6 +693,15 @@ def test_export_is_whole_or_absent(
     with pytest.raises(ZeroDivisionError):
         export(run, tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["full"]
+    monkeypatch.undo()
+    export(run, tmp_path / "out")
+    (tmp_path / "usual").touch()
+    modes = {path.stat().st_mode & 0o777 for path in (tmp_path / "out").iterdir()}
+    assert modes == {(tmp_path / "usual").stat().st_mode & 0o777}
+    main(["export", str(run), str(tmp_path / "again")])
+    with pytest.raises(SystemExit):
+        main(["eval", str(tmp_path / "out")])
+    assert "is for Hugging Face: give the run folder" in capsys.readouterr().err
 
 
 def test_the_page_runs(run: Path, tmp_path: Path) -> None:

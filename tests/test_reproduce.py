@@ -613,7 +613,9 @@ def test_mistakes_are_one_line(
 ) -> None:
     data = f"--data '{store.path}' --out '{tmp_path}'"
     cases = {
-        "reproduce table-3": "recipe 'table-3' is unknown: choose one of baselines, longer-windows",
+        "reproduce table-3": "recipe 'table-3' is unknown, and no folder of a run: choose one of",
+        "reproduce baselins": "recipe 'baselins' is unknown: did you mean 'baselines'?",
+        "reproduce runs/lnog": "is unknown, and no folder of a run: choose one of",
         "reproduce copy --scale huge": "--scale huge is unknown: choose one of laptop, paper",
         "reproduce copy": "--data is missing",
         "reproduce copy --json": "--json is for the plan: add --list",

@@ -51,6 +51,17 @@ def test_two_bytes_are_read_as_four(folder: Path, half: Path) -> None:
         assert torch.equal(weight, ours.get_parameter(name).bfloat16().float())
 
 
+def test_it_can_be_evaluated_on_texts_of_ones_own(
+    folder: Path, shipped: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A store is prepared with its vocabulary by naming it."""
+    line = refused(capsys, "eval laptop-melodi --device cpu")
+    assert "prepare one with --tokenizer and this run" in line
+    printed(capsys, f"prepare {folder}/books --out {tmp_path}/own --tokenizer laptop-melodi")
+    line = f"eval laptop-melodi --data {tmp_path}/own {QUICK} --json"
+    assert json.loads(printed(capsys, line))["perplexity"] > 1
+
+
 def test_nothing_of_the_machine_is_shipped(folder: Path, half: Path) -> None:
     """Paths of the run's maker are left out; the tokenizer comes along."""
     for path in half.glob("*.json"):

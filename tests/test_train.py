@@ -280,8 +280,37 @@ def test_other_documents_are_refused(finished: Path, tmp_path: Path) -> None:
     """A run is resumed on the documents that it began with, not on others of the same tokenizer."""
     (tmp_path / "other.txt").write_text("another book " * 9)
     other = prepare([tmp_path / "other.txt"], tmp_path / "store", tokenizer="bytes", workers=1)
-    with pytest.raises(ValueError, match="other training documents than the run began with"):
+    with pytest.raises(ValueError, match=r"has other documents \(train, .*\) than the run began"):
         train(finished, other, model_config(), CONFIG, Execution(), ALONE, resume=True)
+
+
+def test_what_is_left_of_a_run_is_not_trained_over(
+    finished: Path, store: TokenStore, tmp_path: Path
+) -> None:
+    """Without its checkpoints a run cannot go on, and is not begun anew over its weights and
+    losses; one that was killed before its first checkpoint begins again."""
+    copy = tmp_path / "copy"
+    shutil.copytree(finished, copy)
+    shutil.rmtree(copy / "checkpoints")
+    before = {path.name: path.read_bytes() for path in copy.iterdir() if path.is_file()}
+    resume = (copy, store, model_config(), CONFIG, Execution(), ALONE, True)
+    with pytest.raises(
+        ValueError, match=r"was trained, to step \d+, and has no checkpoint to go on"
+    ):
+        train(*resume)
+    (copy / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match="put them back, or begin a new run"):
+        train(*resume)
+    del before["model.safetensors"]
+    after = {path.name: path.read_bytes() for path in copy.iterdir() if path.is_file()}
+    after.pop(".lock", None)
+    before.pop(".lock", None)
+    assert after == before
+    (copy / "metrics.jsonl").write_text('{"step": 1, "loss": 9.0}\n')
+    train(*resume)
+    assert (copy / "model.safetensors").read_bytes() == (
+        finished / "model.safetensors"
+    ).read_bytes()
 
 
 def test_training_learns_and_the_gate_moves(store: TokenStore, tmp_path: Path) -> None:

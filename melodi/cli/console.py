@@ -160,7 +160,9 @@ def device_named(name: str | None) -> str:
     if torch.cuda.is_available():
         found += ["cuda", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
     if name is not None and name not in found:
-        raise ValueError(f"--device {name} is not here: choose one of {', '.join(found)}")
+        raise ValueError(
+            f"--device {name} is not on this machine: choose one of {', '.join(found)}"
+        )
     return name or ("cuda" if "cuda" in found else "cpu")
 
 

@@ -32,7 +32,8 @@ class PrepareArgs:
     vocab_size: int | None = None
     """Train a byte-level vocabulary of this size on the training documents; 2048 when not given."""
     tokenizer: str | None = None
-    """Use this SentencePiece *.model or tokenizer.json instead, or bytes."""
+    """Use this SentencePiece *.model or tokenizer.json instead, that in the folder of a run or of a
+    store, that of laptop-melodi, or bytes."""
     text_column: str = "text"
     """Where JSON lines, parquet and hub datasets have their text."""
     validation_share: float = 0.02
@@ -56,6 +57,10 @@ def prepare(args: list[str]) -> None:
     """
     options = parse(PrepareArgs, prepare, args)
     check_at_least(1, vocab_size=options.vocab_size, workers=options.workers)
+    if options.tokenizer is not None:
+        from melodi.run import run_folder
+
+        options.tokenizer = str(run_folder(options.tokenizer))
     make = prepare_whole
     if options.merge:
         check_only_merge(options)

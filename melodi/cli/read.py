@@ -71,6 +71,7 @@ def read(args: list[str]) -> None:
     if not options.files:
         raise ValueError("FILE is missing: give text files, or - for standard input")
     check_place(options.save)
+    check_not_overwritten(options.save)
     if options.bf16 and options.save is None:
         raise ValueError("--bf16 says how memory is saved: give --save FILE too")
     use_threads(options.threads)
@@ -114,6 +115,14 @@ def check_place(path: Path | None) -> None:
         raise ValueError(f"--save {path} cannot be written: there is no folder {path.parent}")
     if not os.access(path.parent, os.W_OK):
         raise PermissionError(errno.EACCES, "no permission", str(path.parent))
+
+
+def check_not_overwritten(path: Path | None) -> None:
+    """Only a memory file gives way to another: a document that is named by mistake does not."""
+    from melodi.memory_file import is_memory_file
+
+    if path is not None and path.exists() and path.stat().st_size and not is_memory_file(path):
+        raise ValueError(f"--save {path} is there, and is no memory file: choose another name")
 
 
 def reader_of_one(

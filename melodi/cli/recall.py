@@ -250,13 +250,20 @@ def print_recall(task: str, records: list[dict[str, Any]]) -> None:
     distances = sorted({point["distance"] for record in records for point in record["curve"]})
     figure = "nats per token saved" if task == "forgetting" else "right answers"
     print_table(
-        f"{TITLES[task]}: {figure}, by windows since",
+        f"{TITLES[task]} ({figure}, by number of windows since)",
         ["", *map(str, distances)],
         [
             *[[record["name"], *cells(record, distances)] for record in records],
+            *chance(records, distances),
             *asked(records, distances),
         ],
     )
+
+
+def chance(records: list[dict[str, Any]], distances: Sequence[int]) -> list[list[str]]:
+    """What guessing would give, where answers are right or wrong."""
+    found = {record.get("chance") for record in records}
+    return [["chance", *[f"{one:.2f}"] * len(distances)] for one in found if one is not None]
 
 
 def asked(records: list[dict[str, Any]], distances: Sequence[int]) -> list[list[str]]:

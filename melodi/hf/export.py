@@ -22,7 +22,7 @@ from melodi.data.tokenizer import (
     SentencePieceTokenizer,
     Tokenizer,
 )
-from melodi.files import read_header, read_object, write_text
+from melodi.files import read_header, read_object, umask, write_text
 from melodi.hf.modeling import MelodiForCausalLM
 from melodi.hf.pieces import MelodiSentencePiece
 from melodi.model import LanguageModel
@@ -44,6 +44,8 @@ def export(run: str | Path, folder: str | Path) -> Path:
         partial.mkdir()
         save(core, partial)
         write_text(partial / "README.md", card(Run(run), core))
+        for file in partial.iterdir():  # safetensors writes files that only their owner can read
+            file.chmod(0o666 & ~umask())
         partial.replace(place)
     return folder
 

@@ -10,10 +10,9 @@ from itertools import cycle, product
 from pathlib import Path
 from typing import Any
 
-from melodi.drawing import COLOURS, LOOKS, plotting, save
+from melodi.drawing import COLOURS, LINES, LOOKS, look, plotting, save
 from melodi.paper.results import Results, RowResult
 
-LINES = ["-", "--", ":", "-."]
 SKIPPED = 0.2
 """The first share of a training, in which the loss falls too far to leave room for the rest."""
 
@@ -77,10 +76,9 @@ def draw_places(results: Results, path: Path) -> bool:
         return False
     figure, both = plot.subplots(1, 2, figsize=(13, 5), layout="constrained", sharey=True)
     for axes, (key, first, label) in zip(both, panels, strict=True):
-        for (row, by), (colour, marker) in zip(found[key], LOOKS, strict=False):
+        for number, (row, by) in enumerate(found[key]):
             shown = {place: nats for place, nats in by.items() if place >= first}
-            look = dict(color=colour, marker=marker, markersize=5, linewidth=1.2)
-            axes.plot(shown.keys(), shown.values(), label=row.row.label, **look)
+            axes.plot(shown.keys(), shown.values(), label=row.row.label, **look(number))
         axes.axhline(0.0, color="black", linestyle=":")
         axes.set_xscale("log", base=2)
         axes.xaxis.set_major_formatter(lambda x, _: f"{x:,.0f}")
@@ -109,13 +107,13 @@ def draw_curves(axes: Any, results: Results) -> None:
     category = results.recipe.axis_scale == "category"
     for number, name in enumerate(names):
         system, _, variant = name.partition(", ")
-        look = LOOKS[systems.index(system)]
+        of_system = LOOKS[systems.index(system)]
         shift = 0.12 * (number - (len(names) - 1) / 2) if category else 0.0
         rows = [row for row in results.evaluated if row.row.series in (name, "")]
         rows = [row for row in rows if position(row, results) is not None]
         rows.sort(key=lambda row: position(row, results) or 0.0)
         if any(row.row.series == name for row in rows):
-            draw_curve(axes, results, rows, name, look, bool(variant), shift)
+            draw_curve(axes, results, rows, name, of_system, bool(variant), shift)
     for row in results.evaluated:
         if row.row.x is None and not row.floats:
             draw_floor(axes, row)
@@ -127,12 +125,12 @@ def draw_curve(
     results: Results,
     rows: list[RowResult],
     name: str,
-    look: tuple[str, str],
+    of_system: tuple[str, str],
     hollow: bool,
     shift: float,
 ) -> None:
     """hollow: a variant of the system that has the same colour and marker."""
-    colour, marker = look
+    colour, marker = of_system
     joined = len(rows) > 1 and results.recipe.axis_scale != "category"
     x = [(position(row, results) or 0.0) + shift for row in rows]
     y = [row.perplexity.value for row in rows]

@@ -1,5 +1,7 @@
 """All recipes by name, one for every table and figure of the paper that has perplexities."""
 
+import difflib
+
 from melodi.paper.ablations import (
     branching,
     copying,
@@ -32,5 +34,8 @@ RECIPES = {
 
 def recipe_named(name: str) -> Recipe:
     if name not in RECIPES:
-        raise ValueError(f"recipe {name!r} is unknown: choose one of {', '.join(RECIPES)}")
+        near = difflib.get_close_matches(name, RECIPES, 1)
+        hint = f"did you mean {near[0]!r}?" if near else f"choose one of {', '.join(RECIPES)}"
+        folder = "" if near else ", and no folder of a run"
+        raise ValueError(f"recipe {name!r} is unknown{folder}: {hint}")
     return RECIPES[name]

@@ -25,7 +25,6 @@ class Batch(NamedTuple):
     """Rows that begin a new document."""
     predictions: int
     """Of all rows of all processes."""
-    epoch: float
     after: dict[str, Any]
     """Where the walk stands after it."""
 
@@ -35,7 +34,7 @@ class Batches:
 
     def __init__(self, walker: Walker, vocab_size: int, pinned: bool = False) -> None:
         self.walker, self.vocab_size, self.pinned = walker, vocab_size, pinned
-        self.epoch, self._after = walker.epoch, walker.state_dict()
+        self._after = walker.state_dict()
         self._thread = ThreadPoolExecutor(1, "batches")
         self._ahead: Future[Batch] | None = None
 
@@ -43,7 +42,7 @@ class Batches:
         ahead = self._ahead or self._thread.submit(self._build)
         batch = ahead.result()
         self._ahead = self._thread.submit(self._build)
-        self.epoch, self._after = batch.epoch, batch.after
+        self._after = batch.after
         return batch
 
     def state_dict(self) -> dict[str, Any]:
@@ -55,7 +54,7 @@ class Batches:
             self._ahead.exception()  # waits until nobody walks
         self._ahead = None
         self.walker.load_state_dict(state)
-        self.epoch, self._after = self.walker.epoch, self.walker.state_dict()
+        self._after = self.walker.state_dict()
 
     def _build(self) -> Batch:
         segment = self.walker.next()
@@ -68,6 +67,5 @@ class Batches:
             targets_BT,
             torch.from_numpy(segment.starts),
             self.walker.predictions,
-            self.walker.epoch,
             self.walker.state_dict(),
         )

@@ -146,8 +146,8 @@ def introduction(
     if config.rows > documents:
         lines.append(
             f"warning: rows={config.rows} exceed the {documents} training documents, so that "
-            f"several rows read the same document at the same time: take at most {documents} "
-            "rows, or prepare more documents"
+            f"several rows read the same document at the same time: prepare more documents, or "
+            f"train with at most {documents} rows"
         )
     return lines
 

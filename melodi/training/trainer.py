@@ -145,6 +145,8 @@ class Trainer:
         )
         # The others hear of it from the first, which may have set damaged ones aside.
         step = int(self.group.total(sum(found))[0])
+        if not step:
+            self.group.on_first(self._check_nothing_is_lost)
         self.group.on_first(lambda: self.run.adopt(self.store, self.config.steps))
         if not step:
             self.group.on_first(lambda: self.run.rewind(0))
@@ -163,6 +165,17 @@ class Trainer:
         if self.group.any(stale):
             self.learner.write_weights(last)
 
+    def _check_nothing_is_lost(self) -> None:
+        """A run whose checkpoints are gone is not begun anew over what is left of it: one that was
+        killed before its first had taken fewer steps, and left no weights."""
+        records = self.run.read_metrics() if self.run.metrics.exists() else []
+        step = max((record["step"] for record in records), default=0)
+        if step > self.config.save_every or (self.run.folder / LAST).exists():
+            raise ValueError(
+                f"{self.run.folder} was trained, to step {step}, and has no checkpoint to go "
+                "on from: put them back, or begin a new run in another --out"
+            )
+
     def _introduce(self) -> None:
         model, walker = self.learner.model, self.learner.batches.walker
         for line in introduction(self.run, model, walker, self.config, self.group.device):
@@ -178,8 +191,8 @@ class Trainer:
         in_a_row = self.learner.skips_in_a_row
         if in_a_row:
             self.reporter.say(
-                f"step {self.step} skipped: nats {figures['nats']}, gradient norm "
-                f"{figures['gradient_norm']}"
+                f"step {self.step} skipped: {figures['nats']:.6g} nats in all, gradient norm "
+                f"{figures['gradient_norm']:.3g}"
             )
         if in_a_row >= MOST_SKIPS:
             self.checkpoints.wait()
@@ -187,13 +200,14 @@ class Trainer:
             raise ValueError(
                 f"{in_a_row} steps in a row, up to step {self.step}, had a loss or gradient that "
                 f"is not finite: lower the learning rate (peak={self.config.optimizer.peak}) or "
-                f"clip; the last checkpoint is {saved[-1] if saved else 'not written yet'}"
+                f"clip; {f'the last checkpoint is {saved[-1]}' if saved else 'no checkpoint yet'}"
             )
 
     def _log(self) -> None:
         """At each interval the meter starts again; a run that ends between two keeps its sums."""
         signs = gates(self.learner.model)
-        about = {"epoch": self.learner.batches.epoch, "skipped": self.learner.skipped}
+        epoch = self.learner.batches.walker.epochs_in(self.step)
+        about = {"epoch": epoch, "skipped": self.learner.skipped}
         record = {"step": self.step, **self.meter.record(), **signs, **about}
         self.reporter.record(record)
         shown = [shown_figures(record), *[f"{name} {value:.2f}" for name, value in signs.items()]]
