@@ -133,7 +133,8 @@ def costs(config: "ModelConfig", metrics: list[dict[str, Any]], step: int | None
 def print_evaluation(run: Path, record: dict[str, Any]) -> None:
     lacking = [name for name in ("memory", "short_term", "long_term") if name in record["worth"]]
     print_table(
-        f"{run}: {record['documents']} {record['split']} documents, "
+        f"{run}: {record['documents']} {record['split']} document"
+        f"{'s' * (record['documents'] > 1)}, "
         f"{record['predictions']:,} predictions; 95 % intervals over documents",
         ["", "perplexity", "interval", "bits per byte", "worth in nats", "interval"],
         [

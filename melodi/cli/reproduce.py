@@ -197,21 +197,24 @@ def show_plan(options: ReproduceArgs, settings: "Settings", store: "TokenStore |
         return
     print_plan(settings, costs)
     source = "runs of this plan" if measured else "a short calibration"
-    print(f"hours at {speed / 1e9:,.1f} GFLOP/s, the speed of {source}: rough")
+    print(f"rough: at {speed / 1e9:,.1f} GFLOP/s, the speed of {source} on this machine")
+    if store is None:
+        print(f"vocabulary {settings.vocab_size:,}; give --data for that of your store")
 
 
 def print_plan(settings: "Settings", costs: "list[Estimate]") -> None:
     from melodi.paper.recipes import recipe_named
+    from melodi.training.reporting import duration
 
     dicts = [cost.to_dict() for cost in costs]
-    columns = ["row", "seed", "parameters", "floats", "steps", "tokens", "TFLOP", "hours", "state"]
+    columns = ["row", "seed", "parameters", "floats", "steps", "tokens", "TFLOP", "time", "state"]
     rows = [
         [
             row["row"],
             str(row["seed"]),
             *[f"{row[key]:,}" for key in ("parameters", "floats", "steps", "tokens")],
             f"{row['flops'] / 1e12:,.3g}",
-            f"{row['hours']:,.3g}",
+            duration(3600 * row["hours"]),
             f"step {row['step']}" if row["state"] == "begun" else row["state"],
         ]
         for row in dicts
@@ -220,5 +223,5 @@ def print_plan(settings: "Settings", costs: "list[Estimate]") -> None:
     print_table(f"{title}; scale {settings.scale.name}", columns, rows)
     print(
         f"{len(dicts)} runs, {sum(row['flops'] for row in dicts) / 1e12:,.3g} TFLOP in all, "
-        f"about {sum(row['hours'] for row in dicts):,.3g} hours left"
+        f"about {duration(3600 * sum(row['hours'] for row in dicts))} left"
     )

@@ -162,4 +162,7 @@ def duration(seconds: float) -> str:
     if seconds < 90 * 60:
         return f"{seconds / 60:.0f} min"
     hours, minutes = divmod(round(seconds / 60), 60)
-    return f"{hours} h {minutes} min" if hours < 48 else f"{hours / 24:.1f} days"
+    if hours < 48:
+        return f"{hours} h {minutes} min"
+    days = hours / 24
+    return f"{days:,.1f} days" if days < 730 else f"{days / 365.25:,.0f} years"
