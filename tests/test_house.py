@@ -57,7 +57,7 @@ SIBLINGS = {
     ],
     "paper": [
         *["costs", "shapes", "scales", "numbers", "recipe", "comparisons", "ablations", "recipes"],
-        *["plan", "estimate", "reproduce", "results", "verdicts", "figures", "pages", "report"],
+        *["plan", "estimate", "results", "reproduce", "verdicts", "figures", "pages", "report"],
         "plots",
     ],
     "hf": ["modeling", "pieces", "export"],

@@ -529,7 +529,10 @@ def test_held_out_documents_are_part_of_a_store(
     before = (run / "eval-test.json").read_text()
     line = refused(capsys, command("branching", stores[1], out))
     assert "holds another run (other held-out documents)" in line
-    assert plan(settings_for("systems", TINY, stores[1]), out)[0].folder.parent.name == "systems"
+    for made, owner in zip(stores, ("branching", "memory-size"), strict=True):
+        settings = settings_for("memory-size", TINY, made)
+        (twin,) = (one for one in plan(settings, out) if one.row.label == "S128")
+        assert twin.folder.parent.name == owner
     printed(capsys, f"eval '{run}' --data '{stores[1].path}' --device cpu")
     assert (run / "eval-test.json").read_text() == before
     again = f"reproduce '{run}' --data '{stores[1].path}' --out '{tmp_path}/again'"

@@ -118,7 +118,9 @@ def test_the_claims_in_the_readme_are_those_of_the_runs() -> None:
 
 def test_the_ablations_in_the_readme_are_those_of_the_runs() -> None:
     """Every perplexity of a recipe that a line names is of one of its rows."""
-    for claim, cells, _ in lines_below("| claim | perplexity here |"):
+    lines = lines_below("| claim | perplexity here |")
+    assert len(lines) >= 4
+    for claim, cells, _ in lines:
         found = re.search(r"\((results/[^)]*)/report.md\)", claim)
         assert found is not None
         rows = gather(ROOT / found[1]).evaluated

@@ -212,6 +212,7 @@ def means(losses: Sequence[float], parts: int) -> list[float]:
 def asked_runs(options: RecallArgs, folder: Path) -> list[dict[str, Any]]:
     """One record for each run, in FOLDER/RUN.json, made where there is none."""
     from melodi.evaluation.recall import CANDIDATES, forgetting, passkey_in_text
+    from melodi.files import checksum as weights_checksum
     from melodi.files import read_header
     from melodi.run import Run, checksum, environment, load, run_folder, weights_file
 
@@ -222,7 +223,7 @@ def asked_runs(options: RecallArgs, folder: Path) -> list[dict[str, Any]]:
         settings = {
             "task": options.task,
             "step": read_header(weights_file(run.folder)).get("step"),
-            "store": str(store.path.resolve()),
+            "weights_checksum": weights_checksum(weights_file(run.folder)),
             "split": options.split,
             "documents_checksum": checksum(store, options.split),
             "rows": options.rows,

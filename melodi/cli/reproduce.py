@@ -196,8 +196,8 @@ def show_plan(options: ReproduceArgs, settings: "Settings", store: "TokenStore |
         print(json_text([cost.to_dict() for cost in costs], indent=2))
         return
     print_plan(settings, costs)
-    source = "runs of this plan" if measured else "a short calibration"
-    print(f"rough: at {speed / 1e9:,.1f} GFLOP/s, the speed of {source} on this machine")
+    source = "runs of this plan" if measured else "a short calibration on this machine"
+    print(f"rough: at {speed / 1e9:,.1f} GFLOP/s, the speed of {source}")
     if store is None:
         print(f"vocabulary {settings.vocab_size:,}; give --data for that of your store")
 

@@ -1,7 +1,8 @@
 """TOKENS -> SEGMENTS: the one walk through documents, each row one document.
 
 A segment is what the model reads in one go: T tokens of every row. A row follows one document from
-start to end, then takes the next one from a queue that all rows share, so a very long document
+start to end, then takes the next one import functools
+from a queue that all rows share, so a very long document
 holds up only its own row. The rest of the segment in which a document ends is padding.
 
 Training walks for ever, the queue shuffled anew in each epoch (`Walker.shuffled`); evaluation walks
@@ -11,6 +12,7 @@ under way than a segment has rows.
 Every process follows all rows, by the lengths of the documents, and reads the tokens of its own.
 """
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -178,8 +180,13 @@ class Walker:
 
     def epochs_in(self, steps: int) -> float:
         """How many passes over all documents so many segments of all rows are."""
+        return steps * self.num_rows / self.segments_in_epoch
+
+    @functools.cached_property
+    def segments_in_epoch(self) -> int:
+        """Of all documents."""
         segments = -(-self.num_predictions // self.segment_length)
-        return steps * self.num_rows / int(segments[self.order(0)].sum())
+        return int(segments[self.order(0)].sum())
 
     def state_dict(self) -> dict[str, Any]:
         return {

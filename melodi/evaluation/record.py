@@ -148,11 +148,12 @@ def described(
 ) -> dict[str, Any]:
     """Which documents were read, and with which weights."""
     file = weights_file(run.folder, weights)
+    others = other_splits(run.read_config()["data"], store)
     step = read_header(file).get("step")
     return {
         "split": split,
         "store": str(store.path.resolve()),
-        "own_store": not other_splits(run.read_config()["data"], store),
+        "own_store": not {"train", split} & set(others),
         "documents_checksum": checksum(store, split),
         "max_tokens": max_tokens,
         "weights": file.name,

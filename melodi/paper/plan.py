@@ -246,8 +246,8 @@ def is_evaluated(planned: Planned, settings: Settings) -> bool:
     record = read_object(path)
     documents = settings.held_out_checksums.get(settings.split)
     other = documents and record.get("documents_checksum", documents) != documents
-    if other or "per_document" not in record:
-        return False
+    if other or None in [one.get("nats") for one in record.get("per_document", [{}])]:
+        return False  # a loss that was not finite is null
     try:
         step = read_header(weights_file(planned.folder)).get("step")
     except FileNotFoundError:

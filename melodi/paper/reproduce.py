@@ -25,6 +25,7 @@ from melodi.paper.plan import (
     state_of,
     step_of,
 )
+from melodi.paper.results import check_same, gather
 from melodi.run import Run, check_documents, load
 from melodi.training.distributed import Processes
 from melodi.training.trainer import train
@@ -49,6 +50,8 @@ def reproduce(
         check(one, settings)
     group.on_first(lambda: check_same_evaluation(settings, out, labels))
     group.on_first(lambda: note(settings, out / settings.recipe))
+    # What the report would refuse is refused before hours of training.
+    group.on_first(lambda: check_same(gather(out / settings.recipe).evaluated))
     left: list[str] = []
     for number, one in enumerate(planned, 1):
         title = f"{settings.recipe} {number}/{len(planned)}: {one.row.label}, seed {one.seed}"

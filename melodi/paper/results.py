@@ -191,8 +191,7 @@ def check_same(rows: list[RowResult]) -> None:
     """Refuses to compare what was evaluated on different documents, or was made by versions in
     which a dialect of one name meant different things."""
     runs = [run for row in rows for run in row.evaluated]
-    first = runs[0]
-    for other in runs[1:]:
+    for first, other in ((runs[0], other) for other in runs[1:]):
         folders = f"{first.planned.folder} and {other.planned.folder}"
         checksums = {first.checksum, other.checksum} - {None}
         if other.documents != first.documents or len(checksums) > 1:
@@ -203,7 +202,8 @@ def check_same(rows: list[RowResult]) -> None:
         if other.answers != first.answers:
             raise ValueError(
                 f"{folders} are of versions in which dialect {first.model.dialect!r} meant "
-                "different things: keep them in different folders, or train one of them again"
+                "different things, or did not say what: keep them in different folders, or train "
+                "one of them again"
             )
 
 

@@ -51,7 +51,7 @@ class Noise:
     freedom: int
 
     def bound(self, seeds: int, squares: int = 2) -> float:
-        """What a sum of rows, averaged over seeds, exceeds by chance in one of twenty tables, up or
+        """What a sum of rows, averaged over seeds, exceeds by chance for one claim in twenty, up or
         down. Squares: of the coefficients of its rows, added up; a difference of two has 2."""
         return student(self.freedom) * self.deviation * math.sqrt(squares / seeds)
 
@@ -139,10 +139,10 @@ def doubt(
     other runs would make of the difference."""
     assert pool.low is not None, "what has no interval has no mark"
     assert pool.high is not None, "what has no interval has no mark"
-    size = abs(pool.value)
-    documents = pool.high - pool.value if pool.value < 0 else pool.value - pool.low
-    luck = math.hypot(chance, documents)
+    size, below, above = abs(pool.value), pool.value - pool.low, pool.high - pool.value
+    luck = math.hypot(chance, above if pool.value < 0 else below)
     if claim.kind == "equal":
+        luck = math.hypot(chance, max(below, above))
         against = [seed for seed, v in by_seed.items() if (abs(v) <= EQUAL) != (mark == "✓")]
         beyond = size + luck <= EQUAL if mark == "✓" else size - luck > EQUAL
     else:

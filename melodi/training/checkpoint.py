@@ -108,7 +108,7 @@ class Checkpoints:
             told = "; ".join(f"{path.name}: {reason}" for path, reason in damaged)
             raise ValueError(
                 f"every checkpoint in {self.folder} is damaged ({told}): restore one from a copy, "
-                "or remove them all to start from the beginning"
+                "or begin a new run in another --out"
             )
         for path, reason in damaged:
             aside = path.with_suffix(".damaged")

@@ -166,11 +166,12 @@ class Trainer:
             self.learner.write_weights(last)
 
     def _check_nothing_is_lost(self) -> None:
-        """A run whose checkpoints are gone is not begun anew over what is left of it: one that was
-        killed before its first had taken fewer steps, and left no weights."""
+        """A run whose checkpoints are gone is not begun anew over what is left of it. One that was
+        killed before its first was whole left no weights, and had taken fewer steps than to the
+        second, which waits for it."""
         records = self.run.read_metrics() if self.run.metrics.exists() else []
         step = max((record["step"] for record in records), default=0)
-        if step > self.config.save_every or (self.run.folder / LAST).exists():
+        if step > 2 * self.config.save_every or (self.run.folder / LAST).exists():
             raise ValueError(
                 f"{self.run.folder} was trained, to step {step}, and has no checkpoint to go "
                 "on from: put them back, or begin a new run in another --out"
