@@ -390,8 +390,9 @@ def test_rows_in_common_are_trained_once(
     assert "done already" in text
     page = (tmp_path / "systems" / "report.md").read_text()
     assert "branching/st-lt-branching-seed1" in page
-    settings = replace(settings_for("systems", TINY, store), tokens=128)
-    assert plan(settings, tmp_path)[0].folder == tmp_path / "systems" / "melodi-s128-l64-seed1"
+    settings = settings_for("systems", TINY, store)
+    for other in (replace(settings, tokens=128), replace(settings, train_checksum="other")):
+        assert plan(other, tmp_path)[0].folder == tmp_path / "systems" / "melodi-s128-l64-seed1"
 
 
 @pytest.mark.usefixtures("_no_pictures")
