@@ -169,8 +169,9 @@ class StreamReader:
         if max_tokens and not bool(self._at.place.known_B.all()):
             row = self._at.place.known_B.tolist().index(False)
             raise ValueError(
-                "generation needs something to go on from: read at least one token, or give it a "
-                "prompt" + (f" in row {row}" if self.rows > 1 else "")
+                "generation needs something to go on from: read at least one token"
+                + (f" in row {row}" if self.rows > 1 else "")
+                + ", or give it a prompt"
             )
         # What narrow weights are copies of is kept for this generation only.
         decoder = KeptDecoder(self.model, "int8" if self.int8 else self.precision)
